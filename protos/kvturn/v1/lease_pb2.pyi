@@ -1,0 +1,368 @@
+from google.protobuf import duration_pb2 as _duration_pb2
+from kvturn.v1 import common_pb2 as _common_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class ReadOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    READ_OUTCOME_UNSPECIFIED: _ClassVar[ReadOutcome]
+    READ_OUTCOME_COMPLETED: _ClassVar[ReadOutcome]
+    READ_OUTCOME_NOT_READ: _ClassVar[ReadOutcome]
+    READ_OUTCOME_FAILED: _ClassVar[ReadOutcome]
+    READ_OUTCOME_TOO_LONG: _ClassVar[ReadOutcome]
+READ_OUTCOME_UNSPECIFIED: ReadOutcome
+READ_OUTCOME_COMPLETED: ReadOutcome
+READ_OUTCOME_NOT_READ: ReadOutcome
+READ_OUTCOME_FAILED: ReadOutcome
+READ_OUTCOME_TOO_LONG: ReadOutcome
+
+class EngineDescription(_message.Message):
+    __slots__ = ("engine_id", "incarnation", "role", "http_address", "nixl", "model", "vllm_version", "connector_version", "kv_blocks", "block_size")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    VLLM_VERSION_FIELD_NUMBER: _ClassVar[int]
+    CONNECTOR_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    incarnation: str
+    role: _common_pb2.EngineRole
+    http_address: str
+    nixl: _common_pb2.NixlAddress
+    model: str
+    vllm_version: str
+    connector_version: str
+    kv_blocks: int
+    block_size: int
+    def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.EngineRole, str]] = ..., http_address: _Optional[str] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., model: _Optional[str] = ..., vllm_version: _Optional[str] = ..., connector_version: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+
+class EngineSessionRequest(_message.Message):
+    __slots__ = ("session_number", "sequence", "register", "heartbeat", "grant", "freed")
+    SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    REGISTER_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    GRANT_FIELD_NUMBER: _ClassVar[int]
+    FREED_FIELD_NUMBER: _ClassVar[int]
+    session_number: int
+    sequence: int
+    register: RegisterEngine
+    heartbeat: Heartbeat
+    grant: Grant
+    freed: RetentionFreed
+    def __init__(self, session_number: _Optional[int] = ..., sequence: _Optional[int] = ..., register: _Optional[_Union[RegisterEngine, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., freed: _Optional[_Union[RetentionFreed, _Mapping]] = ...) -> None: ...
+
+class RegisterEngine(_message.Message):
+    __slots__ = ("engine", "inventory", "quiet", "previous_term")
+    ENGINE_FIELD_NUMBER: _ClassVar[int]
+    INVENTORY_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_TERM_FIELD_NUMBER: _ClassVar[int]
+    engine: EngineDescription
+    inventory: _containers.RepeatedCompositeFieldContainer[_common_pb2.Retention]
+    quiet: _duration_pb2.Duration
+    previous_term: int
+    def __init__(self, engine: _Optional[_Union[EngineDescription, _Mapping]] = ..., inventory: _Optional[_Iterable[_Union[_common_pb2.Retention, _Mapping]]] = ..., quiet: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., previous_term: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ("echo_term", "echo_sequence", "withdrawn", "memory")
+    ECHO_TERM_FIELD_NUMBER: _ClassVar[int]
+    ECHO_SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    echo_term: int
+    echo_sequence: int
+    withdrawn: _containers.RepeatedCompositeFieldContainer[WithdrawnLease]
+    memory: KvMemory
+    def __init__(self, echo_term: _Optional[int] = ..., echo_sequence: _Optional[int] = ..., withdrawn: _Optional[_Iterable[_Union[WithdrawnLease, _Mapping]]] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ...) -> None: ...
+
+class WithdrawnLease(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reason: _common_pb2.ReleaseReason
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.ReleaseReason, str]] = ...) -> None: ...
+
+class KvMemory(_message.Message):
+    __slots__ = ("total_blocks", "free_blocks", "retained_blocks")
+    TOTAL_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    total_blocks: int
+    free_blocks: int
+    retained_blocks: int
+    def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ...) -> None: ...
+
+class Grant(_message.Message):
+    __slots__ = ("retention",)
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    retention: _common_pb2.Retention
+    def __init__(self, retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ...) -> None: ...
+
+class RetentionFreed(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reason: _common_pb2.ReleaseReason
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.ReleaseReason, str]] = ...) -> None: ...
+
+class EngineSessionResponse(_message.Message):
+    __slots__ = ("term", "sequence", "session_number", "registered", "heartbeat_ack", "release", "grant_refused")
+    TERM_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    REGISTERED_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_ACK_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    GRANT_REFUSED_FIELD_NUMBER: _ClassVar[int]
+    term: int
+    sequence: int
+    session_number: int
+    registered: Registered
+    heartbeat_ack: HeartbeatAck
+    release: Release
+    grant_refused: GrantRefused
+    def __init__(self, term: _Optional[int] = ..., sequence: _Optional[int] = ..., session_number: _Optional[int] = ..., registered: _Optional[_Union[Registered, _Mapping]] = ..., heartbeat_ack: _Optional[_Union[HeartbeatAck, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., grant_refused: _Optional[_Union[GrantRefused, _Mapping]] = ...) -> None: ...
+
+class Registered(_message.Message):
+    __slots__ = ("session_ttl", "longest_read", "heartbeat_interval")
+    SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_READ_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    session_ttl: _duration_pb2.Duration
+    longest_read: _duration_pb2.Duration
+    heartbeat_interval: _duration_pb2.Duration
+    def __init__(self, session_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class HeartbeatAck(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Release(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reason: _common_pb2.ReleaseReason
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[_Union[_common_pb2.ReleaseReason, str]] = ...) -> None: ...
+
+class GrantRefused(_message.Message):
+    __slots__ = ("lease_id", "reason")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    reason: str
+    def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class ResolveConversationRequest(_message.Message):
+    __slots__ = ("conversation",)
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    conversation: _common_pb2.ConversationKey
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
+
+class ResolveConversationResponse(_message.Message):
+    __slots__ = ("lease_id", "verdict", "engine_id", "http_address", "token_count", "longest_read")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_READ_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    verdict: _common_pb2.Verdict
+    engine_id: str
+    http_address: str
+    token_count: int
+    longest_read: _duration_pb2.Duration
+    def __init__(self, lease_id: _Optional[str] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., engine_id: _Optional[str] = ..., http_address: _Optional[str] = ..., token_count: _Optional[int] = ..., longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class BeginReadRequest(_message.Message):
+    __slots__ = ("lease_id", "conversation", "reader_engine_id")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    READER_ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    conversation: _common_pb2.ConversationKey
+    reader_engine_id: str
+    def __init__(self, lease_id: _Optional[str] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., reader_engine_id: _Optional[str] = ...) -> None: ...
+
+class BeginReadResponse(_message.Message):
+    __slots__ = ("granted", "verdict", "retention", "nixl", "longest_read")
+    GRANTED_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    RETENTION_FIELD_NUMBER: _ClassVar[int]
+    NIXL_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_READ_FIELD_NUMBER: _ClassVar[int]
+    granted: bool
+    verdict: _common_pb2.Verdict
+    retention: _common_pb2.Retention
+    nixl: _common_pb2.NixlAddress
+    longest_read: _duration_pb2.Duration
+    def __init__(self, granted: bool = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class EndReadRequest(_message.Message):
+    __slots__ = ("lease_id", "outcome", "reused_tokens", "read_bytes", "read_time")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    READ_TIME_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    outcome: ReadOutcome
+    reused_tokens: int
+    read_bytes: int
+    read_time: _duration_pb2.Duration
+    def __init__(self, lease_id: _Optional[str] = ..., outcome: _Optional[_Union[ReadOutcome, str]] = ..., reused_tokens: _Optional[int] = ..., read_bytes: _Optional[int] = ..., read_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class EndReadResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TouchConversationRequest(_message.Message):
+    __slots__ = ("conversation", "turns_in_flight_delta")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    TURNS_IN_FLIGHT_DELTA_FIELD_NUMBER: _ClassVar[int]
+    conversation: _common_pb2.ConversationKey
+    turns_in_flight_delta: int
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., turns_in_flight_delta: _Optional[int] = ...) -> None: ...
+
+class TouchConversationResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class KeepConversationAliveRequest(_message.Message):
+    __slots__ = ("conversation", "absence")
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    ABSENCE_FIELD_NUMBER: _ClassVar[int]
+    conversation: _common_pb2.ConversationKey
+    absence: _duration_pb2.Duration
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., absence: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class KeepConversationAliveResponse(_message.Message):
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: _duration_pb2.Duration
+    def __init__(self, kept: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class EndConversationRequest(_message.Message):
+    __slots__ = ("conversation",)
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    conversation: _common_pb2.ConversationKey
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
+
+class EndConversationResponse(_message.Message):
+    __slots__ = ("leases_ended",)
+    LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
+    leases_ended: int
+    def __init__(self, leases_ended: _Optional[int] = ...) -> None: ...
+
+class Lease(_message.Message):
+    __slots__ = ("lease_id", "conversation", "engine_id", "state", "release_reason", "token_count", "block_count", "age", "idle_in", "reading_for")
+    class State(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        STATE_UNSPECIFIED: _ClassVar[Lease.State]
+        STATE_ACTIVE: _ClassVar[Lease.State]
+        STATE_READING: _ClassVar[Lease.State]
+        STATE_ENDING: _ClassVar[Lease.State]
+    STATE_UNSPECIFIED: Lease.State
+    STATE_ACTIVE: Lease.State
+    STATE_READING: Lease.State
+    STATE_ENDING: Lease.State
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_REASON_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_IN_FIELD_NUMBER: _ClassVar[int]
+    READING_FOR_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    conversation: _common_pb2.ConversationKey
+    engine_id: str
+    state: Lease.State
+    release_reason: _common_pb2.ReleaseReason
+    token_count: int
+    block_count: int
+    age: _duration_pb2.Duration
+    idle_in: _duration_pb2.Duration
+    reading_for: _duration_pb2.Duration
+    def __init__(self, lease_id: _Optional[str] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., engine_id: _Optional[str] = ..., state: _Optional[_Union[Lease.State, str]] = ..., release_reason: _Optional[_Union[_common_pb2.ReleaseReason, str]] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., idle_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reading_for: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class GetLeaseRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class GetLeaseResponse(_message.Message):
+    __slots__ = ("lease",)
+    LEASE_FIELD_NUMBER: _ClassVar[int]
+    lease: Lease
+    def __init__(self, lease: _Optional[_Union[Lease, _Mapping]] = ...) -> None: ...
+
+class ListLeasesRequest(_message.Message):
+    __slots__ = ("engine_id", "conversation", "page_size", "page_token")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    conversation: _common_pb2.ConversationKey
+    page_size: int
+    page_token: str
+    def __init__(self, engine_id: _Optional[str] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., page_size: _Optional[int] = ..., page_token: _Optional[str] = ...) -> None: ...
+
+class ListLeasesResponse(_message.Message):
+    __slots__ = ("leases", "next_page_token")
+    LEASES_FIELD_NUMBER: _ClassVar[int]
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    next_page_token: str
+    def __init__(self, leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ..., next_page_token: _Optional[str] = ...) -> None: ...
+
+class RevokeLeaseRequest(_message.Message):
+    __slots__ = ("lease_id",)
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    def __init__(self, lease_id: _Optional[str] = ...) -> None: ...
+
+class RevokeLeaseResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class Engine(_message.Message):
+    __slots__ = ("description", "session_number", "lease_count", "memory", "last_heartbeat_age")
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    LAST_HEARTBEAT_AGE_FIELD_NUMBER: _ClassVar[int]
+    description: EngineDescription
+    session_number: int
+    lease_count: int
+    memory: KvMemory
+    last_heartbeat_age: _duration_pb2.Duration
+    def __init__(self, description: _Optional[_Union[EngineDescription, _Mapping]] = ..., session_number: _Optional[int] = ..., lease_count: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., last_heartbeat_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class ListEnginesRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class ListEnginesResponse(_message.Message):
+    __slots__ = ("engines",)
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...

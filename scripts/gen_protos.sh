@@ -1,0 +1,9 @@
+#!/bin/sh
+# Generates protos/kvturn/v1/*_pb2* with grpcio-tools 1.71.2, whose output runs on every protobuf
+# that vLLM accepts (5.29.6 to 7.x). $1: python of an environment that holds it; $2: output folder.
+set -eu
+python=$1
+out=${2:-protos}
+PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I protos \
+    --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" --mypy_grpc_out="$out" \
+    protos/kvturn/v1/*.proto
