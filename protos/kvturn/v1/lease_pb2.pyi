@@ -166,10 +166,14 @@ class GrantRefused(_message.Message):
     def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
 class ResolveConversationRequest(_message.Message):
-    __slots__ = ("conversation",)
+    __slots__ = ("conversation", "expected_turn", "wait")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_TURN_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
     conversation: _common_pb2.ConversationKey
-    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
+    expected_turn: int
+    wait: _duration_pb2.Duration
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., expected_turn: _Optional[int] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ResolveConversationResponse(_message.Message):
     __slots__ = ("lease_id", "verdict", "engine_id", "http_address", "token_count", "longest_read")
