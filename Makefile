@@ -1,0 +1,59 @@
+# One command per task. `make help` lists them.
+.DEFAULT_GOAL := help
+SETUP := ./scripts/setup.sh
+BIN := .venv/bin
+SOURCES := services/lease services/router connector cli tests scripts bench
+PYTEST_ARGS ?=
+
+.PHONY: help setup demo up down test test-fast test-all lint type check-protos proto lock clean
+
+help: ## List the tasks
+	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
+
+setup: ## Prepare everything inside the checkout (.venv, .envs, the small model)
+	@$(SETUP) test
+
+setup-demo:
+	@$(SETUP) demo
+
+setup-fast:
+	@$(SETUP) fast
+
+demo: setup-demo ## Hold a scripted conversation on the real stack and compare TTFT with a baseline
+	@$(BIN)/kvturn demo
+
+up: setup-demo ## Run the whole system on this machine until Ctrl-C
+	@$(BIN)/kvturn up
+
+down: ## Stop what `kvturn up --detach` started
+	@$(BIN)/kvturn down
+
+test: setup lint type check-protos ## Run every check and test, the real stack included
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM (under a minute)
+	$(BIN)/pytest -m "not stack" $(PYTEST_ARGS)
+
+test-all: test ## Run make test and all that takes longer
+
+lint: setup-fast ## Check style and formatting of Python, protos and shell
+	$(BIN)/ruff check --quiet
+	$(BIN)/ruff format --check --quiet
+	$(BIN)/buf lint
+	$(BIN)/shellcheck scripts/*.sh .ci/run
+
+type: setup-fast ## Check types (mypy --strict)
+	$(BIN)/mypy
+
+check-protos: setup-fast ## Check that the generated code is what the protos give
+	@scripts/check_protos.sh
+
+proto: setup-fast ## Generate code from protos/kvturn/v1/*.proto
+	@scripts/gen_protos.sh .envs/protoc/bin/python
+
+lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
+	@scripts/lock.sh
+
+clean: ## Remove all that setup, tests and demos made
+	rm -rf .venv .envs build .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
