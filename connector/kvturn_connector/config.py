@@ -1,0 +1,136 @@
+"""What the connector is told: `kv_connector_extra_config`, checked once at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+NS_PER_MS = 1_000_000
+NS_PER_S = 1_000_000_000
+
+_PREFIX = "kvturn_"
+
+
+class ConfigError(ValueError):
+    """A key of `kv_connector_extra_config` has a wrong value; the message names key and fix."""
+
+
+@dataclass(frozen=True)
+class ConnectorConfig:
+    """Settings of one engine's connector. Keys keep upstream's names where upstream has them."""
+
+    lease_endpoint: str
+    """`kvturn_lease_endpoint`: HOST:PORT of the lease service. Empty: behave as the stock one."""
+    engine_name: str
+    """`kvturn_engine_name`: the engine's stable name across restarts. Default: its NIXL engine id,
+    which is new at each start."""
+    http_address: str
+    """`kvturn_http_address`: base URL of this engine's HTTP API as routers reach it. May be empty:
+    then only routers that learn the engine's address elsewhere prefer it for its conversations."""
+    bidirectional: bool
+    """`bidirectional_kv_xfer` (default false): without it nothing is retained and nothing read."""
+    recompute_threshold_tokens: int
+    """`kv_recompute_threshold` (default 64): below this many readable tokens prefill computes."""
+    max_hold_ns: int
+    """`decoder_kv_blocks_ttl` (seconds, default 480): decode gives a retention up after this."""
+    question_deadline_ns: int
+    """`kvturn_question_deadline_ms` (default 50): how long prefill waits for BeginRead."""
+    retentions_max: int
+    """`kvturn_retentions_max` (default 4096): retentions an engine holds at a time."""
+    secret: bytes
+    """Content of the file `kvturn_secret_file`: keys the digests; the same on all engines of a
+    cluster, 16 to 64 bytes. Default: empty, digests are not keyed."""
+    otlp_endpoint: str
+    """`kvturn_otlp_endpoint`: OTLP/gRPC collector for the connector's spans, used when vLLM itself
+    has no tracer provider. Empty: no spans of its own."""
+
+    @property
+    def active(self) -> bool:
+        """True if kvturn does anything; otherwise the connector is the stock one."""
+        return bool(self.lease_endpoint) and self.bidirectional
+
+    @classmethod
+    def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
+        """Reads and checks `kv_connector_extra_config`.
+
+        Raises:
+            ConfigError: an unknown `kvturn_*` key, a wrong type or a value out of range.
+        """
+        known = {
+            "kvturn_lease_endpoint",
+            "kvturn_engine_name",
+            "kvturn_http_address",
+            "kvturn_question_deadline_ms",
+            "kvturn_retentions_max",
+            "kvturn_secret_file",
+            "kvturn_otlp_endpoint",
+        }
+        for key in extra:
+            if key.startswith(_PREFIX) and key not in known:
+                raise ConfigError(f"{key}: unknown key; known are {', '.join(sorted(known))}")
+        endpoint = _text(extra, "kvturn_lease_endpoint")
+        if endpoint and not _is_host_port(endpoint):
+            raise ConfigError(f"kvturn_lease_endpoint: {endpoint!r} is not HOST:PORT")
+        http_address = _text(extra, "kvturn_http_address").rstrip("/")
+        if http_address and not http_address.startswith(("http://", "https://")):
+            raise ConfigError(f"kvturn_http_address: {http_address!r} is not an http:// URL")
+        return cls(
+            lease_endpoint=endpoint,
+            engine_name=_text(extra, "kvturn_engine_name"),
+            http_address=http_address,
+            bidirectional=_flag(extra, "bidirectional_kv_xfer"),
+            recompute_threshold_tokens=int(
+                _number(extra, "kv_recompute_threshold", 64, 0, 1 << 24)
+            ),
+            max_hold_ns=int(_number(extra, "decoder_kv_blocks_ttl", 480, 1, 86_400) * NS_PER_S),
+            question_deadline_ns=int(
+                _number(extra, "kvturn_question_deadline_ms", 50, 1, 10_000) * NS_PER_MS
+            ),
+            retentions_max=int(_number(extra, "kvturn_retentions_max", 4096, 1, 1_000_000)),
+            secret=_secret(_text(extra, "kvturn_secret_file")),
+            otlp_endpoint=_text(extra, "kvturn_otlp_endpoint"),
+        )
+
+
+def _text(extra: Mapping[str, Any], key: str) -> str:
+    value = extra.get(key, "")
+    if not isinstance(value, str):
+        raise ConfigError(f"{key}: expected text, got {value!r}")
+    return value
+
+
+def _flag(extra: Mapping[str, Any], key: str) -> bool:
+    value = extra.get(key, False)
+    if not isinstance(value, bool):
+        raise ConfigError(f"{key}: expected true or false, got {value!r}")
+    return value
+
+
+def _number(extra: Mapping[str, Any], key: str, default: float, low: float, high: float) -> float:
+    value = extra.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{key}: expected a number, got {value!r}")
+    if not low <= value <= high:
+        raise ConfigError(f"{key}: {value} is not between {low:g} and {high:g}")
+    return value
+
+
+def _secret(path: str) -> bytes:
+    if not path:
+        return b""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"kvturn_secret_file: cannot read {path}: {error.strerror}") from error
+    if not 16 <= len(secret) <= 64:
+        raise ConfigError(f"kvturn_secret_file: {path} holds {len(secret)} bytes, not 16 to 64")
+    return secret
+
+
+def _is_host_port(endpoint: str) -> bool:
+    host, separator, port = endpoint.rpartition(":")
+    return bool(host and separator and port.isdigit() and 0 < int(port) < 65_536)

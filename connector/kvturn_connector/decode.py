@@ -1,0 +1,227 @@
+"""Scheduler side of the connector on a decode engine. Touches vLLM; see ARCHITECTURE.md.
+
+When a request of a conversation ends, however it ends, its blocks get one more reference in vLLM's
+block pool, and the request itself is let go. Stock code instead keeps the request in the scheduler,
+which keeps an idle engine stepping a thousand times a second and lets only the worker free the
+blocks. With a reference of our own the blocks can go back in the scheduler thread, in the next
+step after the lease service has confirmed that nobody reads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.scheduler import LeasedScheduler
+from kvturn_connector.turn import Turn, scope_of
+from kvturn_connector.worker import KvturnWorkerMetadata
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+    from kvturn_connector.config import ConnectorConfig
+    from kvturn_connector.lease_client import LeaseClient
+
+IN_FLIGHT_STEPS = 2
+"""Engine steps after which no step that was in flight at the end of a request still writes."""
+
+
+@dataclass(slots=True)
+class Held:
+    """Blocks held for a retention."""
+
+    blocks: list[KVCacheBlock]
+    free_from_step: int
+    """First step in which they may go back to the pool."""
+    withdrawn: bool = False
+
+
+class DecodeScheduler(LeasedScheduler):
+    """NIXL's pull scheduler that retains finished requests' KV under leases."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        client: LeaseClient,
+        plain_attention: bool,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config, config, client, plain_attention)
+        self._pool: BlockPool | None = None
+        self._step = 0
+        self._numbers = 0
+        self._held: dict[int, Held] = {}
+        self._freeing: list[int] = []
+        self._arriving: set[str] = set()
+        self._wanted_blocks: dict[str, int] = {}
+        self._notices: dict[str, int] = {}
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Learns the pool whose blocks are held."""
+        self._pool = pool
+
+    def kv_memory(self) -> lease_pb2.KvMemory:
+        """The engine's KV memory now. Called by the lease client's thread; reads counters only."""
+        if self._pool is None:
+            return lease_pb2.KvMemory()
+        return lease_pb2.KvMemory(
+            total_blocks=self._pool.num_gpu_blocks - 1,  # One is vLLM's null block.
+            free_blocks=self._pool.get_num_free_blocks(),
+            retained_blocks=sum(len(held.blocks) for held in list(self._held.values())),
+        )
+
+    def on_new_request(self, request: Request) -> None:
+        """Notes what the request will need, and gives way to it."""
+        super().on_new_request(request)
+        self._wanted_blocks[request.request_id] = -(-request.num_tokens // self.block_size)
+        self._give_way()
+
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
+    ) -> None:
+        """As stock's; a request whose KV is still arriving has nothing to retain."""
+        self._wanted_blocks.pop(request.request_id, None)
+        if num_external_tokens > 0:
+            self._arriving.add(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
+        """As stock's; once a step, frees what may go and asks for more if memory is short."""
+        self._step += 1
+        self._return_blocks()
+        self._give_way()
+        return super().build_connector_meta(scheduler_output)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """Learns whose KV has arrived, and which leases all readers are done with."""
+        super().update_connector_output(connector_output)
+        self._arriving.difference_update(connector_output.finished_recving or ())
+        meta = connector_output.kv_connector_worker_meta
+        if isinstance(meta, KvturnWorkerMetadata):
+            for lease_id, ranks in meta.notices.items():
+                seen = self._notices.pop(lease_id, 0) + ranks
+                if seen < self._ranks:
+                    self._notices[lease_id] = seen
+                else:
+                    self._client.notice(lease_id)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Retains the KV of a request that belongs to a conversation; stock never does here."""
+        request_id = request.request_id
+        params = request.kv_transfer_params
+        arriving = request_id in self._arriving
+        self._arriving.discard(request_id)
+        self._wanted_blocks.pop(request_id, None)
+        if not params or params.get("do_remote_decode") or params.get("do_remote_prefill"):
+            # A prefill leg, or one that ended before it was scheduled: stock code tells prefill.
+            return super().request_finished(request, block_ids)
+        local_tokens = self._local_tokens.pop(request_id, 0)
+        self._stop_heartbeat(request_id)
+        # Stock code put the id on the workers' list of requests that may be read.
+        self._reqs_not_processed.add(request_id)
+        turn = Turn.of(params)
+        if turn.conversation is not None and not arriving:
+            self._retain(request, turn, block_ids, local_tokens)
+        return False, None
+
+    def has_pending_push_work(self) -> bool:
+        """True keeps the engine stepping: blocks wait to go back, or a release is awaited."""
+        return bool(
+            self._freeing
+            or any(held.withdrawn for held in self._held.values())
+            or super().has_pending_push_work()
+        )
+
+    def withdraw_all(self, reason: int) -> bool:
+        """Gives everything up. True if nothing was held."""
+        for number in list(self._held):
+            self._withdraw(number, reason)
+        return not self._held
+
+    def _retain(self, request: Request, turn: Turn, block_ids: BlockIds, local_tokens: int) -> None:
+        pool = self._pool
+        # Tokens of a step that is still in flight are not there yet.
+        computed = request.num_computed_tokens - request.num_in_flight_tokens
+        token_count = min(computed, request.num_tokens)
+        if not self._plain_attention or not request.prompt_token_ids or token_count <= 0:
+            return
+        if pool is None or not self._client.vouching:
+            return
+        ids = list(block_ids[0][: -(-token_count // self.block_size)])
+        blocks = [pool.blocks[block_id] for block_id in ids]
+        if any(block.is_null for block in blocks):
+            return
+        self._numbers += 1
+        pool.touch(blocks)
+        in_flight = request.num_in_flight_tokens > 0
+        self._held[self._numbers] = Held(blocks, self._step + IN_FLIGHT_STEPS * in_flight)
+        assert turn.conversation is not None
+        self._client.retain(
+            self._numbers,
+            common_pb2.Retention(
+                conversation=turn.conversation,
+                token_count=token_count,
+                block_size=self.block_size,
+                groups=[common_pb2.BlockGroup(block_ids=ids)],
+                prompt_tokens=request.num_prompt_tokens,
+                local_cached_tokens=local_tokens,
+                turn=turn.turn,
+            ),
+            request.all_token_ids[:token_count],
+            scope_of(request, turn.conversation, self._model),
+            turn.traceparent,
+        )
+
+    def _return_blocks(self) -> None:
+        self._freeing.extend(freed.number for freed in self._client.take_freed())
+        if not self._client.vouching:
+            self._freeing = list(self._held)
+        if not self._freeing:
+            return
+        assert self._pool is not None
+        later = []
+        for number in self._freeing:
+            held = self._held[number]
+            if self._step < held.free_from_step:
+                later.append(number)
+                continue
+            del self._held[number]
+            # In reverse, so that the tail is evicted from the prefix cache first.
+            self._pool.free_blocks(reversed(held.blocks))
+        self._freeing = later
+
+    def _give_way(self) -> None:
+        """Withdraws the oldest retentions while requests want more blocks than are free."""
+        if not self._held or self._pool is None:
+            return
+        short = sum(self._wanted_blocks.values()) + self._headroom(self._pool)
+        short -= self._pool.get_num_free_blocks()
+        for number, held in self._held.items():
+            if short <= 0:
+                return
+            short -= len(held.blocks)
+            self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE)
+
+    def _headroom(self, pool: BlockPool) -> int:
+        """Blocks kept free so that running requests can grow while a release is on its way."""
+        return pool.num_gpu_blocks // 16
+
+    def _withdraw(self, number: int, reason: int) -> None:
+        held = self._held[number]
+        if not held.withdrawn:
+            held.withdrawn = True
+            self._client.withdraw(number, reason)

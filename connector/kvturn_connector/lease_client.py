@@ -1,0 +1,422 @@
+"""The connector's I/O with the lease service: one thread with one event loop.
+
+vLLM's scheduler thread never waits for it. It hands over work with `ask`, `retain` and so on,
+which return at once, and picks results up from bounded queues on its next pass. The thread and the
+gRPC channel are made in the process that uses them, so a fork before that does no harm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import grpc
+
+from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_connector.config import NS_PER_MS, NS_PER_S, ConnectorConfig
+from kvturn_connector.digest import (
+    DIGEST_BYTES,
+    STRIDE_TOKENS,
+    Scope,
+    common_prefix_tokens,
+    digest_values,
+)
+from kvturn_connector.reader import Answer
+from kvturn_connector.telemetry import Telemetry, metadata_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Coroutine, Sequence
+
+    from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
+    from kvturn_connector.retention import Freed
+    from kvturn_connector.session import EngineSession
+
+    SessionCall = grpc.aio.StreamStreamCall[
+        lease_pb2.EngineSessionRequest, lease_pb2.EngineSessionResponse
+    ]
+
+logger = logging.getLogger("vllm.kvturn")
+
+T = TypeVar("T")
+
+RECONNECT_MIN_S = 0.1
+RECONNECT_MAX_S = 1.0
+OPEN_TIMEOUT_S = 2.0
+END_READ_TIMEOUT_S = 1.0
+END_READ_ATTEMPTS = 3
+SEND_QUEUE_MAX = 10_000
+TASKS_MAX = 10_000
+JOIN_TIMEOUT_S = 5.0
+MESSAGE_BYTES_MAX = 256 * 1024 * 1024
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    # A frozen lease service is noticed by the session's own TTL; pings only for dead peers.
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def boottime_ns() -> int:
+    """CLOCK_BOOTTIME: goes on in suspend, unlike CLOCK_MONOTONIC. Never leaves this machine."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What BeginRead is asked with, and what its answer is compared with."""
+
+    request_id: str
+    lease_id: str
+    conversation: common_pb2.ConversationKey
+    prompt_ids: Sequence[int]
+    scope: Scope
+    traceparent: str
+
+
+class LeaseClient:
+    """Talks to the lease service for one engine."""
+
+    def __init__(
+        self,
+        config: ConnectorConfig,
+        engine_id: str,
+        session: EngineSession,
+        clock: Callable[[], int] = boottime_ns,
+    ) -> None:
+        self._config = config
+        self._engine_id = engine_id
+        self._session = session
+        self._clock = clock
+        self._answers: deque[tuple[Question, Answer | int]] = deque()
+        self._freed: deque[Freed] = deque()
+        self._outbox: asyncio.Queue[lease_pb2.EngineSessionRequest]
+        self._stub: LeaseServiceAsyncStub
+        self._telemetry: Telemetry
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._wake: asyncio.Event
+        self._loop = asyncio.new_event_loop()
+        self._started = threading.Event()
+        self._died_ns = 0
+        self._thread = threading.Thread(target=self._run, name="kvturn-lease-client", daemon=True)
+        self._thread.start()
+        self._started.wait(JOIN_TIMEOUT_S)
+
+    # --- called by the scheduler thread; none of these waits -------------------------------------
+
+    @property
+    def registered(self) -> bool:
+        """True while the engine has a session with the lease service."""
+        return self._session.registered
+
+    @property
+    def vouching(self) -> bool:
+        """False once the thread has ended and all that it vouched for has run out."""
+        if self._thread.is_alive():
+            return True
+        return self._clock() < self._died_ns + self._session.hold_after_vouch_ns
+
+    def ask(self, question: Question) -> None:
+        """Sends BeginRead; the answer comes out of `take_answers`."""
+        self._spawn(lambda: self._begin_read(question))
+
+    def end_read(self, end: lease_pb2.EndReadRequest, traceparent: str, read_start_ns: int) -> None:
+        """Sends EndRead, again if need be. `read_start_ns` is 0 when nothing was posted."""
+        self._spawn(lambda: self._end_read(end, traceparent, read_start_ns))
+
+    def retain(
+        self,
+        number: int,
+        offer: common_pb2.Retention,
+        token_ids: Sequence[int],
+        scope: Scope,
+        traceparent: str,
+    ) -> None:
+        """Digests the tokens of a finished request and grants a lease on its blocks."""
+        self._call(lambda: self._retain(number, offer, token_ids, scope, traceparent))
+
+    def withdraw(self, number: int, reason: int) -> None:
+        """Gives a retention up and asks for its release."""
+        self._call(lambda: self._send(self._session.withdraw(number, reason, self._clock())))
+
+    def notice(self, lease_id: str) -> None:
+        """All ranks have been told that the lease's blocks were read."""
+        self._call(lambda: self._send(self._session.notice(lease_id)))
+
+    def take_answers(self) -> list[tuple[Question, Answer | int]]:
+        """Answers to questions since the last call; a verdict where there was none."""
+        return _drain(self._answers)
+
+    def take_freed(self) -> list[Freed]:
+        """Retentions freed since the last call; their blocks go back to the pool."""
+        return _drain(self._freed)
+
+    def shutdown(self) -> None:
+        """Ends the session and the thread, within a few seconds."""
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._main_task.cancel)
+            self._thread.join(JOIN_TIMEOUT_S)
+
+    # --- on the thread -----------------------------------------------------------------------
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            with contextlib.suppress(asyncio.CancelledError):
+                self._main_task = self._loop.create_task(self._main())
+                self._loop.run_until_complete(self._main_task)
+        except Exception:
+            logger.exception("kvturn: the lease client ended; decode's KV is no longer offered")
+        finally:
+            self._died_ns = self._clock()
+            self._loop.close()
+
+    async def _main(self) -> None:
+        self._wake = asyncio.Event()
+        self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
+        self._telemetry = Telemetry(self._config.otlp_endpoint, self._engine_id)
+        channel = grpc.aio.insecure_channel(self._config.lease_endpoint, options=_CHANNEL_OPTIONS)
+        self._stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
+        self._started.set()
+        ticker = asyncio.create_task(self._tick())
+        try:
+            await self._sessions()
+        finally:
+            ticker.cancel()
+            pending = [ticker, *self._tasks]
+            for task in pending:
+                task.cancel()
+            await asyncio.gather(*pending, return_exceptions=True)
+            await channel.close(grace=0.2)
+            await asyncio.to_thread(self._telemetry.shutdown)
+
+    async def _sessions(self) -> None:
+        """One session after the other, for as long as the engine lives."""
+        backoff_s = RECONNECT_MIN_S
+        was_registered = True
+        while True:
+            try:
+                await self._one_session()
+            except (
+                grpc.aio.AioRpcError,
+                asyncio.InvalidStateError,
+                TimeoutError,
+                ConnectionError,
+            ) as error:
+                reason = _reason(error)
+            else:
+                reason = "the stream ended"
+            if self._session.registered:
+                backoff_s = RECONNECT_MIN_S
+            if self._session.registered or was_registered:
+                logger.warning(
+                    "kvturn: no session with the lease service at %s (%s); turns recompute "
+                    "until it is back",
+                    self._config.lease_endpoint,
+                    reason,
+                )
+            was_registered = self._session.registered
+            self._session.close()
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, RECONNECT_MAX_S)
+
+    async def _one_session(self) -> None:
+        call = self._stub.EngineSession()  # type: ignore[call-arg]
+        self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
+        register = self._session.open(self._clock())
+        writer: asyncio.Task[None] | None = None
+        try:
+            async with asyncio.timeout(OPEN_TIMEOUT_S):
+                await call.wait_for_connection()
+                await call.write(register)
+            writer = asyncio.create_task(self._write(call))
+            watch = asyncio.create_task(self._read(call))
+            broken = asyncio.create_task(self._until_broken())
+            try:
+                await asyncio.wait((writer, watch, broken), return_when=asyncio.FIRST_COMPLETED)
+                for task in (watch, writer):
+                    if task.done():
+                        task.result()
+                if broken.done():
+                    raise ConnectionError("silent for a session TTL, or out of sequence")
+            finally:
+                for task in (writer, watch, broken):
+                    task.cancel()
+                await asyncio.gather(writer, watch, broken, return_exceptions=True)
+        finally:
+            call.cancel()
+
+    async def _write(self, call: SessionCall) -> None:
+        while True:
+            await call.write(await self._outbox.get())
+
+    async def _read(self, call: SessionCall) -> None:
+        was_registered = False
+        while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            assert isinstance(response, lease_pb2.EngineSessionResponse)
+            self._send(self._session.receive(response, self._clock()))
+            if self._session.registered and not was_registered:
+                was_registered = True
+                logger.info("kvturn: registered with %s", self._config.lease_endpoint)
+
+    async def _until_broken(self) -> None:
+        while not self._session.broken:
+            await self._wake.wait()
+            self._wake.clear()
+
+    async def _tick(self) -> None:
+        while True:
+            self._send(self._session.tick(self._clock()))
+            delay_ns = self._session.next_deadline_ns() - self._clock()
+            await asyncio.sleep(max(delay_ns, NS_PER_MS) / NS_PER_S)
+
+    def _send(self, requests: list[lease_pb2.EngineSessionRequest]) -> None:
+        self._freed.extend(self._session.retentions.take_freed())
+        for request in requests:
+            try:
+                self._outbox.put_nowait(request)
+            except asyncio.QueueFull:
+                # The stream stands still; a gap would end the session anyhow.
+                self._session.broken = True
+        if self._session.broken:
+            self._wake.set()
+
+    def _retain(
+        self,
+        number: int,
+        offer: common_pb2.Retention,
+        token_ids: Sequence[int],
+        scope: Scope,
+        traceparent: str,
+    ) -> None:
+        span = self._telemetry.span("grant", traceparent, time.time_ns(), _about(offer))
+        offer.digests.stride_tokens = STRIDE_TOKENS
+        offer.digests.digest_bytes = DIGEST_BYTES
+        offer.digests.values = digest_values(token_ids, scope, self._config.secret)
+        self._send(self._session.retain(number, offer, self._clock()))
+        span.set_attribute("kvturn.lease_id", offer.lease_id)
+        span.end()
+
+    async def _begin_read(self, question: Question) -> None:
+        span = self._telemetry.span(
+            "begin_read",
+            question.traceparent,
+            time.time_ns(),
+            {"kvturn.lease_id": question.lease_id},
+        )
+        result: Answer | int
+        try:
+            response = await self._stub.BeginRead(
+                lease_pb2.BeginReadRequest(
+                    lease_id=question.lease_id,
+                    conversation=question.conversation,
+                    reader_engine_id=self._engine_id,
+                ),
+                timeout=self._config.question_deadline_ns / NS_PER_S,
+                metadata=metadata_of(span),
+            )
+            result = self._answer(question, response)
+            span.set_attribute("kvturn.granted", response.granted)
+        except grpc.aio.AioRpcError as error:
+            result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+            span.set_attribute("rpc.grpc.status_code", error.code().value[0])
+        except ValueError as error:
+            logger.warning("kvturn: lease %s has malformed digests: %s", question.lease_id, error)
+            result = common_pb2.VERDICT_PREFIX_MISMATCH
+        span.end()
+        self._answers.append((question, result))
+
+    def _answer(self, question: Question, response: lease_pb2.BeginReadResponse) -> Answer:
+        retention = response.retention
+        common_tokens = 0
+        if response.granted and retention.digests.stride_tokens == STRIDE_TOKENS:
+            common_tokens = common_prefix_tokens(
+                question.prompt_ids,
+                question.scope,
+                self._config.secret,
+                retention.digests.values,
+                retention.token_count,
+            )
+        return Answer(
+            granted=response.granted,
+            verdict=response.verdict,
+            retention=retention,
+            nixl=response.nixl,
+            longest_read_ns=response.longest_read.ToNanoseconds(),
+            common_tokens=common_tokens,
+        )
+
+    async def _end_read(
+        self, end: lease_pb2.EndReadRequest, traceparent: str, read_start_ns: int
+    ) -> None:
+        metadata: tuple[tuple[str, str], ...] = ()
+        if read_start_ns:
+            span = self._telemetry.span(
+                "kv_read",
+                traceparent,
+                read_start_ns,
+                {
+                    "kvturn.lease_id": end.lease_id,
+                    "kvturn.read_outcome": lease_pb2.ReadOutcome.Name(end.outcome),
+                    "kvturn.reused_tokens": end.reused_tokens,
+                    "kvturn.read_bytes": end.read_bytes,
+                    "kvturn.read_ms": end.read_time.ToNanoseconds() / NS_PER_MS,
+                },
+            )
+            metadata = metadata_of(span)
+            span.end(read_start_ns + end.read_time.ToNanoseconds())
+        for attempt in range(END_READ_ATTEMPTS):
+            try:
+                await self._stub.EndRead(end, timeout=END_READ_TIMEOUT_S, metadata=metadata)
+                return
+            except grpc.aio.AioRpcError:
+                # Not told: the lease service ends the read by itself at K*R.
+                await asyncio.sleep(RECONNECT_MIN_S * 2**attempt)
+
+    # --- crossing over ------------------------------------------------------------------------
+
+    def _spawn(self, make: Callable[[], Coroutine[None, None, None]]) -> None:
+        def start() -> None:
+            if len(self._tasks) >= TASKS_MAX:
+                return  # The deadline of whoever waits is the way out.
+            task = self._loop.create_task(make())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        self._call(start)
+
+    def _call(self, function: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # The loop is closed: shutting down.
+            self._loop.call_soon_threadsafe(function)
+
+
+def _drain(queue: deque[T]) -> list[T]:
+    items = []
+    while queue:
+        items.append(queue.popleft())
+    return items
+
+
+def _about(offer: common_pb2.Retention) -> dict[str, str | int]:
+    return {
+        "gen_ai.conversation.id": offer.conversation.conversation_id,
+        "kvturn.turn": offer.turn,
+        "kvturn.retained_tokens": offer.token_count,
+        "kvturn.retained_blocks": sum(len(group.block_ids) for group in offer.groups),
+        "kvturn.local_tokens": offer.local_cached_tokens,
+    }
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return str(error) or "no connection in time"

@@ -1,0 +1,55 @@
+"""What both scheduler sides share. Touches vLLM; see ARCHITECTURE.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+    NixlPullConnectorScheduler,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvturn_connector.config import ConnectorConfig
+    from kvturn_connector.lease_client import LeaseClient
+
+
+class LeasedScheduler(NixlPullConnectorScheduler):
+    """NIXL's pull scheduler with a lease client. `prefill.py` and `decode.py` extend it."""
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        engine_id: str,
+        kv_cache_config: KVCacheConfig,
+        config: ConnectorConfig,
+        client: LeaseClient,
+        plain_attention: bool,
+    ) -> None:
+        super().__init__(vllm_config, engine_id, kv_cache_config)
+        self._config = config
+        self._client = client
+        self._plain_attention = plain_attention
+        """False: nothing is retained or read, see `connector.py`."""
+        self._model = str(vllm_config.model_config.model)
+        self._ranks: int = vllm_config.parallel_config.world_size
+        self._local_tokens: dict[str, int] = {}
+        """Tokens found in the engine's own prefix cache, by request, until it finishes."""
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As stock's; notes the local prefix-cache hit of the first pass."""
+        self._local_tokens.setdefault(request.request_id, num_computed_tokens)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+    def request_finished(
+        self, request: Request, block_ids: BlockIds
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As stock's."""
+        self._local_tokens.pop(request.request_id, None)
+        return super().request_finished(request, block_ids)

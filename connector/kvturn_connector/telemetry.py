@@ -1,0 +1,90 @@
+"""The connector's spans: vLLM's tracer provider where it has one, else one of our own.
+
+Spans carry ids, counts and times; never prompt text, digests or block lists.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from opentelemetry import trace
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from opentelemetry.context import Context
+    from opentelemetry.trace import Span, Tracer
+
+EXPORT_TIMEOUT_MS = 2_000
+SHUTDOWN_TIMEOUT_MS = 2_000
+
+_propagator = TraceContextTextMapPropagator()
+
+
+class Telemetry:
+    """Makes the connector's spans. Must be made in the process that makes them, after any fork."""
+
+    def __init__(self, otlp_endpoint: str, engine_id: str) -> None:
+        self._own_provider: TracerProvider | None = None
+        existing = trace.get_tracer_provider()
+        if isinstance(existing, TracerProvider):
+            self._tracer: Tracer = existing.get_tracer("kvturn_connector")
+            return
+        provider = TracerProvider(
+            resource=Resource.create(
+                {"service.name": "kvturn-connector", "service.instance.id": engine_id}
+            )
+        )
+        if otlp_endpoint:
+            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+            logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
+            exporter = OTLPSpanExporter(
+                endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https"), timeout=2
+            )
+            provider.add_span_processor(
+                BatchSpanProcessor(
+                    exporter, schedule_delay_millis=500, export_timeout_millis=EXPORT_TIMEOUT_MS
+                )
+            )
+            self._own_provider = provider
+            self._tracer = provider.get_tracer("kvturn_connector")
+        else:
+            self._tracer = trace.NoOpTracer()
+
+    def span(
+        self,
+        name: str,
+        traceparent: str,
+        start_unix_ns: int,
+        attributes: Mapping[str, str | int | float | bool],
+    ) -> Span:
+        """Starts a span under the turn's router span; under none if `traceparent` is malformed."""
+        return self._tracer.start_span(
+            name,
+            context=_context(traceparent),
+            start_time=start_unix_ns,
+            attributes=dict(attributes),
+        )
+
+    def shutdown(self) -> None:
+        """Flushes within `SHUTDOWN_TIMEOUT_MS`; a collector that is down costs no more."""
+        if self._own_provider is not None:
+            self._own_provider.force_flush(SHUTDOWN_TIMEOUT_MS)
+            self._own_provider.shutdown()
+
+
+def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
+    """gRPC metadata that makes `span` the parent of what the call does; empty if not recording."""
+    carrier: dict[str, str] = {}
+    _propagator.inject(carrier, context=trace.set_span_in_context(span))
+    return tuple(carrier.items())
+
+
+def _context(traceparent: str) -> Context | None:
+    return _propagator.extract({"traceparent": traceparent}) if traceparent else None
