@@ -1,0 +1,47 @@
+"""The command line `kvturn`: one sub-command per module, imported only when it is called."""
+
+import importlib
+import sys
+from importlib.metadata import version
+
+COMMANDS = {
+    "up": ("kvturn_cli.up", "main", "run the whole system on this machine"),
+    "down": ("kvturn_cli.up", "down", "stop what kvturn up started"),
+    "chat": ("kvturn_cli.chat", "main", "talk through the router; shows each turn's reuse"),
+    "demo": ("kvturn_cli.demo", "main", "hold a scripted conversation and compare TTFT"),
+    "router": ("kvturn_router.__main__", "main", "start one router"),
+    "lease": ("kvturn_lease.__main__", "main", "start one lease service"),
+    "otlp": ("kvturn_cli.otlp", "main", "receive traces and write them to a file"),
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the sub-command that the first argument names. Returns the exit code."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] == "--version":
+        print(f"kvturn {version('kvturn')}")
+        return 0
+    if args[0] not in COMMANDS:
+        print(f"kvturn: no command {args[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    module, function, _ = COMMANDS[args[0]]
+    try:
+        return int(getattr(importlib.import_module(module), function)(args[1:]) or 0)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 141
+
+
+def usage() -> str:
+    """Returns the list of commands."""
+    lines = [f"  {name:8}{text}" for name, (_, _, text) in COMMANDS.items()]
+    head = "usage: kvturn COMMAND [--help]\n\nKV reuse across turns for prefill/decode serving.\n"
+    return "\n".join([head, *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

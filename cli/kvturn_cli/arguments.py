@@ -1,0 +1,77 @@
+"""Command-line flags with KVTURN_* twins, and errors of one line.
+
+Every flag --some-name of `kvturn up` can be given as KVTURN_UP_SOME_NAME instead; the flag wins.
+"""
+
+import argparse
+import os
+import sys
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose defaults come from the environment and whose errors fit a line."""
+
+    def __init__(self, prog: str, description: str) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        )
+        self._prefix = prog.replace(" ", "_").upper()
+
+    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
+        """Adds a flag; its default is the KVTURN_* variable's value where that is set."""
+        action = super().add_argument(*names, **settings)
+        flag = names[0]
+        if not isinstance(flag, str) or not flag.startswith("--"):
+            return action
+        variable = f"{self._prefix}_{flag[2:].replace('-', '_').upper()}"
+        text = os.environ.get(variable, "")
+        if text:
+            action.default = self._from_environment(action, variable, text)
+            action.required = False
+        return action
+
+    def _from_environment(self, action: argparse.Action, variable: str, text: str) -> Any:
+        """Returns the variable's value, refused by the variable's name when it is wrong."""
+        if isinstance(action, argparse._StoreTrueAction):
+            if text not in ("0", "1"):
+                self.error(f"{variable}={text}: must be 0 or 1")
+            return text == "1"
+        try:
+            value = self._get_value(action, text)
+        except argparse.ArgumentError as error:
+            self.error(f"{variable}={text}: {error.message}")
+        return [value] if isinstance(action, argparse._AppendAction) else value
+
+    def error(self, message: str) -> NoReturn:
+        """Prints one line to stderr and exits with code 2."""
+        print(f"{self.prog}: {message.removeprefix('argument ')} (see --help)", file=sys.stderr)
+        sys.exit(2)
+
+
+def port(text: str) -> int:
+    """Reads a TCP port, 0 to 65535; 0 means any free one."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 0 to 65535")
+    return int(text)
+
+
+def positive(text: str) -> int:
+    """Reads a whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """Reads a time in seconds, above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0")
+    return value
