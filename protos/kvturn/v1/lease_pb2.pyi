@@ -104,10 +104,12 @@ class KvMemory(_message.Message):
     def __init__(self, total_blocks: _Optional[int] = ..., free_blocks: _Optional[int] = ..., retained_blocks: _Optional[int] = ...) -> None: ...
 
 class Grant(_message.Message):
-    __slots__ = ("retention",)
+    __slots__ = ("retention", "traceparent")
     RETENTION_FIELD_NUMBER: _ClassVar[int]
+    TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
     retention: _common_pb2.Retention
-    def __init__(self, retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ...) -> None: ...
+    traceparent: str
+    def __init__(self, retention: _Optional[_Union[_common_pb2.Retention, _Mapping]] = ..., traceparent: _Optional[str] = ...) -> None: ...
 
 class RetentionFreed(_message.Message):
     __slots__ = ("lease_id", "reason")
