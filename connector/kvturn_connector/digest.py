@@ -53,6 +53,9 @@ def digest_values(token_ids: Sequence[int], scope: Scope, secret: bytes) -> byte
     """Digests of all points of `token_ids`, concatenated, `DIGEST_BYTES` each.
 
     One per started stride: the last lies at `len(token_ids)`. Empty for no tokens.
+
+    Raises:
+        ValueError: a token id is not in 0 to 2**32 - 1.
     """
     return b"".join(digest for _, digest in _points(token_ids, len(token_ids), scope, secret))
 
@@ -70,7 +73,8 @@ def common_prefix_tokens(
         0, or a digest point of the retention that is at most `len(prompt_ids)`.
 
     Raises:
-        ValueError: `values` does not have one digest per started stride.
+        ValueError: `values` does not have one digest per started stride, or a token id of the
+            prompt is not in 0 to 2**32 - 1.
     """
     points = -(-token_count // STRIDE_TOKENS)
     if len(values) != points * DIGEST_BYTES:
@@ -114,7 +118,10 @@ def _media(media: tuple[MediaItem, ...], start: int, stop: int) -> bytes:
 
 
 def _token_bytes(token_ids: Sequence[int]) -> bytes:
-    tokens = array("I", token_ids)
+    try:
+        tokens = array("I", token_ids)
+    except OverflowError as error:
+        raise ValueError("a token id is not in 0 to 2**32 - 1") from error
     if sys.byteorder == "big":
         tokens.byteswap()
     return tokens.tobytes()
