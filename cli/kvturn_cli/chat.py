@@ -1,0 +1,180 @@
+"""`kvturn chat`: a chat in the terminal that shows what each turn reused."""
+
+import contextlib
+import sys
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+from rich.console import Console
+
+from kvturn_cli import run_state
+from kvturn_cli.arguments import Parser, positive
+from kvturn_cli.checkout import default_run_dir
+from kvturn_cli.console import make_console
+from kvturn_cli.turn import Message, RouterClient, TurnResult
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+KEEPALIVE_INTERVAL_S = 15.0
+TURN_TIMEOUT_S = 600.0
+HELP = "/new begins another conversation, /end ends this one, /quit leaves."
+
+
+def main(argv: list[str]) -> int:
+    """Runs `kvturn chat`."""
+    parser = Parser("kvturn chat", f"Chats through a kvturn router. {HELP}")
+    add = parser.add_argument
+    add("--url", default=None, help=f"router; default: the one of kvturn up, or {DEFAULT_URL}")
+    add("--run-dir", type=Path, default=default_run_dir(), help="the run folder given to kvturn up")
+    add("--model", default=None, help="model name; default: the first that the router serves")
+    add("--api-key", default="", help="API key, sent as a bearer token")
+    add("--system", default="", help="system message")
+    add("--max-tokens", type=positive, default=512, help="longest reply, tokens")
+    args = parser.parse_args(argv)
+    state = run_state.read(args.run_dir)
+    url = args.url or (state.router_url if state and state.ready else DEFAULT_URL)
+    with RouterClient(url, args.api_key, TURN_TIMEOUT_S) as client:
+        try:
+            model = args.model or client.models()[0]
+        except openai.APIConnectionError:
+            return fail(f"no router at {url}; run kvturn up, or give --url")
+        except (openai.APIError, IndexError) as error:
+            return fail(f"{url} serves no model: {error}")
+        chat = Chat(client, model, args.system, args.max_tokens, make_console())
+        with chat.kept_alive():
+            return chat.run()
+
+
+def fail(message: str) -> int:
+    """Prints one line to stderr and returns exit code 1."""
+    print(f"kvturn chat: {message}", file=sys.stderr)
+    return 1
+
+
+def reuse_line(result: TurnResult) -> str:
+    """Returns the line shown under a reply."""
+    line = (
+        f"{result.verdict or 'no verdict'}: {result.reused_tokens} of {result.prompt_tokens} prompt"
+        f" tokens reused, TTFT {result.ttft_ms:.0f} ms, prefill {result.prefill_ms:.0f} ms"
+    )
+    if result.read_bytes:
+        line += f", read {result.read_bytes / 1e6:.1f} MB in {result.read_ms:.1f} ms"
+    return line
+
+
+class Chat:
+    """A chat: its history, its conversation, its terminal."""
+
+    def __init__(
+        self, client: RouterClient, model: str, system: str, max_tokens: int, console: Console
+    ) -> None:
+        self._client = client
+        self._model = model
+        self._system = system
+        self._max_tokens = max_tokens
+        self._console = console
+        self._conversation_id = ""
+        self._history: list[Message] = []
+        self._open = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._conversation_id = f"chat-{uuid.uuid4().hex[:12]}"
+        self._history = [{"role": "system", "content": self._system}] if self._system else []
+        self._open = False
+
+    def run(self) -> int:
+        """Reads and answers until /quit, Ctrl-C at the prompt, or the end of the input."""
+        self._tell(f"{self._model}. {HELP}")
+        failed = False
+        for text in self._lines():
+            if text == "/quit":
+                break
+            if text in ("/new", "/end"):
+                self._end()
+                if text == "/new":
+                    self._begin()
+                self._tell("a new conversation" if text == "/new" else "conversation ended")
+            elif text.startswith("/"):
+                self._tell(HELP)
+            elif text:
+                failed = not self._turn(text)
+        self._end()
+        return 1 if failed else 0
+
+    def _lines(self) -> Iterator[str]:
+        """Yields what the user types; on a pipe each line is shown as if it were typed."""
+        interactive = sys.stdin.isatty()
+        if interactive:
+            with contextlib.suppress(ImportError):
+                import readline  # noqa: F401 (input() edits lines once it is there)
+        while True:
+            try:
+                text = input("you> " if interactive else "").strip()
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return
+            if not interactive:
+                print(f"you> {text}")
+            yield text
+
+    def _turn(self, text: str) -> bool:
+        """Sends one message and shows the reply as it comes; tells whether it came."""
+        messages = [*self._history, {"role": "user", "content": text}]
+        pieces: list[str] = []
+
+        def show(piece: str) -> None:
+            pieces.append(piece)
+            print(piece, end="", flush=True)
+
+        self._open = True
+        try:
+            result = self._client.turn(
+                self._model,
+                messages,
+                self._conversation_id,
+                max_tokens=self._max_tokens,
+                on_text=show,
+            )
+        except KeyboardInterrupt:
+            print()
+            self._tell("interrupted; the part that came is kept")
+        except openai.APIError as error:
+            print()
+            fail(f"the turn failed: {error}")
+            return False
+        else:
+            print()
+            self._tell(reuse_line(result))
+        self._history = [*messages, {"role": "assistant", "content": "".join(pieces)}]
+        return True
+
+    def _end(self) -> None:
+        """Ends the conversation, if it has begun, so that its KV is freed at once."""
+        if self._open:
+            self._open = False
+            with contextlib.suppress(Exception):  # Its KV is freed when idle, at the latest.
+                self._client.end(self._model, self._conversation_id)
+
+    @contextlib.contextmanager
+    def kept_alive(self) -> Iterator[None]:
+        """Sends a sign of life every few seconds while the block runs."""
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(KEEPALIVE_INTERVAL_S):
+                if self._open:
+                    with contextlib.suppress(Exception):  # The next one may be heard.
+                        self._client.keep_alive(self._model, self._conversation_id)
+
+        thread = threading.Thread(target=beat, name="keepalive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+
+    def _tell(self, text: str) -> None:
+        self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

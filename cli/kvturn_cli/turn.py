@@ -1,0 +1,165 @@
+"""One chat turn through a router, as a client sees it: the reply, the time, the reuse."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+from urllib.parse import quote
+
+import openai
+
+Message = dict[str, str]
+
+SIGN_OF_LIFE_TIMEOUT_S = 5.0
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """What a turn gave and what it cost."""
+
+    text: str
+    """The reply."""
+    ttft_ms: float
+    """From sending the request to the first piece of the reply."""
+    conversation_id: str
+    """The conversation, minted by the router if the client named none."""
+    verdict: str
+    """Why KV was reused or not (common.proto); empty when not told by a kvturn router."""
+    prompt_tokens: int
+    """Tokens of the prompt."""
+    reused_tokens: int
+    """Tokens whose KV prefill read from the decode engine."""
+    local_tokens: int
+    """Tokens that prefill found in its own prefix cache."""
+    prefill_ms: float
+    """Duration of the prefill leg."""
+    read_ms: float
+    """Duration of the KV read."""
+    read_bytes: int
+    """Bytes read."""
+
+
+def read_report(headers: Mapping[str, str], text: str, ttft_ms: float) -> TurnResult:
+    """Returns the turn that a router's x-kvturn-* headers report; what is absent counts as 0."""
+
+    def number(name: str) -> float:
+        try:
+            return float(headers.get(f"x-kvturn-{name}", "") or 0)
+        except ValueError:
+            return 0.0
+
+    return TurnResult(
+        text=text,
+        ttft_ms=ttft_ms,
+        conversation_id=headers.get("x-kvturn-conversation", ""),
+        verdict=headers.get("x-kvturn-verdict", ""),
+        prompt_tokens=int(number("prompt-tokens")),
+        reused_tokens=int(number("reused-tokens")),
+        local_tokens=int(number("local-tokens")),
+        prefill_ms=number("prefill-ms"),
+        read_ms=number("read-ms"),
+        read_bytes=int(number("read-bytes")),
+    )
+
+
+class RouterClient:
+    """Talks to one router with the `openai` client, never through a proxy."""
+
+    def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
+        """`url` is the router's base URL without /v1; `timeout_s` bounds each request."""
+        self._url = url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        # Without a key no header goes out, so that the turn has no tenant; openai's type forgets
+        # that its own Omit may stand here.
+        no_key: Any = {"Authorization": openai.Omit()}
+        self._http = openai.DefaultHttpxClient(trust_env=False, timeout=timeout_s)
+        self._openai = openai.OpenAI(
+            base_url=f"{self._url}/v1",
+            api_key=api_key or "none",
+            default_headers=None if api_key else no_key,
+            http_client=self._http,
+            max_retries=0,
+            timeout=timeout_s,
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._openai.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def models(self) -> list[str]:
+        """Returns the names of the models served. Raises openai.APIError."""
+        return [model.id for model in self._openai.models.list()]
+
+    def turn(
+        self,
+        model: str,
+        messages: Sequence[Message],
+        conversation_id: str,
+        *,
+        reuse: bool = True,
+        max_tokens: int,
+        temperature: float = 0.0,
+        on_text: Callable[[str], None] = lambda _: None,
+    ) -> TurnResult:
+        """Sends a turn and reads its stream to the end; `on_text` gets each piece as it comes.
+
+        `reuse=False` asks for neither reading nor retaining KV: a baseline.
+        Raises openai.APIError.
+        """
+        headers = {"X-Conversation-Id": conversation_id}
+        if not reuse:
+            headers["X-Kvturn-Reuse"] = "off"
+        sent: Any = list(messages)
+        began_s = time.perf_counter()
+        answer = self._openai.chat.completions.with_raw_response.create(
+            model=model,
+            messages=sent,
+            stream=True,
+            max_tokens=max_tokens,
+            temperature=temperature,
+            extra_headers=headers,
+        )
+        pieces: list[str] = []
+        first_s: float | None = None
+        with answer.parse() as stream:
+            for chunk in stream:
+                piece = chunk.choices[0].delta.content if chunk.choices else None
+                if piece:
+                    first_s = first_s or time.perf_counter()
+                    pieces.append(piece)
+                    on_text(piece)
+        ttft_ms = ((first_s or time.perf_counter()) - began_s) * 1_000
+        return read_report(answer.headers, "".join(pieces), ttft_ms)
+
+    def keep_alive(self, model: str, conversation_id: str) -> None:
+        """Tells that the client is still there. Raises an httpx error when nobody hears it."""
+        self._http.post(
+            f"{self._conversation(conversation_id)}/keepalive",
+            params={"model": model},
+            headers=self._headers,
+            timeout=SIGN_OF_LIFE_TIMEOUT_S,
+        ).raise_for_status()
+
+    def end(self, model: str, conversation_id: str) -> None:
+        """Ends the conversation: its KV is freed at once. Raises an httpx error."""
+        self._http.delete(
+            self._conversation(conversation_id),
+            params={"model": model},
+            headers=self._headers,
+            timeout=SIGN_OF_LIFE_TIMEOUT_S,
+        ).raise_for_status()
+
+    def _conversation(self, conversation_id: str) -> str:
+        return f"{self._url}/kvturn/v1/conversations/{quote(conversation_id, safe='')}"
