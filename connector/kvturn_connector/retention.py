@@ -89,6 +89,11 @@ class Retentions:
         """When the engine last vouched for anything; None if it holds nothing."""
         return max((self._vouched_ns(one) for one in self), default=None)
 
+    @property
+    def hold_after_vouch_ns(self) -> int:
+        """How long after the last vouching blocks may still be read: the longest ever told."""
+        return self._hold_after_vouch_ns
+
     def hold_for(self, hold_after_vouch_ns: int) -> None:
         """Sets K*(TTL + R). Only ever grows: a reader may still go by an earlier, longer one."""
         self._hold_after_vouch_ns = max(self._hold_after_vouch_ns, hold_after_vouch_ns)

@@ -12,6 +12,7 @@ whose *sending* the lease service counts its trust.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from kvturn.v1 import common_pb2, lease_pb2
@@ -69,8 +70,11 @@ class EngineSession:
 
     @property
     def hold_after_vouch_ns(self) -> int:
-        """K*(TTL + R): how long blocks may be read after they were last vouched for."""
-        return int(DRIFT_MARGIN * (self._session_ttl_ns + self._longest_read_ns))
+        """K*(TTL + R): how long blocks may be read after they were last vouched for.
+
+        Never shrinks: a reader may still go by what an earlier lease service allowed.
+        """
+        return self.retentions.hold_after_vouch_ns
 
     def open(self, now_ns: int) -> lease_pb2.EngineSessionRequest:
         """Begins the next session. Returns its Register, to be sent first on a new stream."""
@@ -188,7 +192,8 @@ class EngineSession:
         return self._request(heartbeat=heartbeat)
 
     def _hold(self) -> None:
-        self.retentions.hold_for(self.hold_after_vouch_ns)
+        trust_and_read_ns = self._session_ttl_ns + self._longest_read_ns
+        self.retentions.hold_for(math.ceil(DRIFT_MARGIN * trust_and_read_ns))
 
     def _request(
         self,

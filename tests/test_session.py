@@ -1,0 +1,112 @@
+"""An engine's sessions with the lease service: scenarios with a hand-made clock."""
+
+from __future__ import annotations
+
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.config import NS_PER_S
+from kvturn_connector.retention import DRIFT_MARGIN, Retentions
+from kvturn_connector.session import EngineSession
+
+TTL_NS = 5 * NS_PER_S
+READ_NS = 3 * NS_PER_S
+HEARTBEAT_NS = NS_PER_S
+HOLD_NS = int(DRIFT_MARGIN * (TTL_NS + READ_NS)) + 1
+MAX_HOLD_NS = 480 * NS_PER_S
+START_NS = 1_000 * NS_PER_S
+
+PRESSURE = common_pb2.RELEASE_REASON_PRESSURE
+EXPIRED = common_pb2.RELEASE_REASON_EXPIRED
+
+Requests = list[lease_pb2.EngineSessionRequest]
+
+
+def memory() -> lease_pb2.KvMemory:
+    return lease_pb2.KvMemory(total_blocks=100, free_blocks=60, retained_blocks=10)
+
+
+def make(retentions_max: int = 10) -> EngineSession:
+    return EngineSession(
+        lease_pb2.EngineDescription(engine_id="decode-0", incarnation="inc"),
+        Retentions("inc", retentions_max, MAX_HOLD_NS),
+        memory,
+    )
+
+
+def registered(
+    ttl_ns: int = TTL_NS, read_ns: int = READ_NS, heartbeat_ns: int = HEARTBEAT_NS
+) -> lease_pb2.Registered:
+    message = lease_pb2.Registered()
+    message.session_ttl.FromNanoseconds(ttl_ns)
+    message.longest_read.FromNanoseconds(read_ns)
+    message.heartbeat_interval.FromNanoseconds(heartbeat_ns)
+    return message
+
+
+class Service:
+    """The lease service's end of one session: numbers its messages."""
+
+    def __init__(self, engine: EngineSession, session_number: int, term: int = 7) -> None:
+        self._engine = engine
+        self._session_number = session_number
+        self.term = term
+        self.sequence = 0
+
+    def registered(self, now_ns: int, **durations: int) -> Requests:
+        return self.send(now_ns, registered=registered(**durations))
+
+    def ack(self, now_ns: int) -> Requests:
+        return self.send(now_ns, heartbeat_ack=lease_pb2.HeartbeatAck())
+
+    def release(self, lease_id: str, now_ns: int, reason: int = PRESSURE) -> Requests:
+        return self.send(now_ns, release=lease_pb2.Release(lease_id=lease_id, reason=reason))
+
+    def refuse(self, lease_id: str, now_ns: int) -> Requests:
+        return self.send(now_ns, grant_refused=lease_pb2.GrantRefused(lease_id=lease_id))
+
+    def send(self, now_ns: int, **message: object) -> Requests:
+        self.sequence += 1
+        response = lease_pb2.EngineSessionResponse(
+            term=self.term,
+            sequence=self.sequence,
+            session_number=self._session_number,
+            **message,  # type: ignore[arg-type]
+        )
+        return self._engine.receive(response, now_ns)
+
+
+def begin(engine: EngineSession, now_ns: int, number: int = 1, term: int = 7) -> Service:
+    """Opens a session that the lease service answers at once."""
+    engine.open(now_ns)
+    service = Service(engine, number, term)
+    service.registered(now_ns)
+    return service
+
+
+def retain(engine: EngineSession, number: int, now_ns: int) -> Requests:
+    return engine.retain(number, common_pb2.Retention(token_count=1), now_ns)
+
+
+def freed(engine: EngineSession) -> list[int]:
+    return [one.number for one in engine.retentions.take_freed()]
+
+
+def kinds(requests: Requests) -> list[str | None]:
+    return [request.WhichOneof("message") for request in requests]
+
+
+def withdrawn_in(requests: Requests) -> list[tuple[str, int]]:
+    (request,) = requests
+    return [(one.lease_id, one.reason) for one in request.heartbeat.withdrawn]
+
+
+def test_hold_is_k_times_ttl_and_read_and_never_shrinks() -> None:
+    """A second lease service with a short TTL and read does not end the reads of the first."""
+    engine = make()
+    engine.open(START_NS)
+    Service(engine, 1).registered(START_NS, ttl_ns=20 * NS_PER_S, read_ns=10 * NS_PER_S)
+    hold_ns = engine.hold_after_vouch_ns
+    assert hold_ns >= DRIFT_MARGIN * 30 * NS_PER_S
+    engine.close()
+    engine.open(START_NS + 1)
+    Service(engine, 2, term=8).registered(START_NS + 1, ttl_ns=NS_PER_S, read_ns=NS_PER_S)
+    assert engine.hold_after_vouch_ns == hold_ns
