@@ -1,0 +1,281 @@
+"""All settings of the lease service, checked at start.
+
+`LessorConfig` holds the constants of the lease rules and the limits of the core; `LeaseConfig`
+adds what the process needs around it. Every flag has a variable of the same name:
+`--session-ttl` is also `KVTURN_LEASE_SESSION_TTL`; the flag wins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+_SECOND_NS = 1_000_000_000
+_MILLISECOND_NS = 1_000_000
+
+CLOCK_DRIFT = Fraction(1, 100)
+"""rho: bound on the drift of any machine's clock."""
+
+_SPAN_MAX_NS = 7 * 24 * 3600 * _SECOND_NS
+_COUNT_MAX = 100_000_000
+
+
+class ConfigError(Exception):
+    """A setting that is refused; the message names it and the fix."""
+
+
+def stretched_ns(span_ns: int) -> int:
+    """Returns the span times K = (1 + rho) / (1 - rho), rounded up.
+
+    Whoever waits K times a span by its own clock has waited at least the span by any other's.
+    """
+    return math.ceil(span_ns * (1 + CLOCK_DRIFT) / (1 - CLOCK_DRIFT))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LessorConfig:
+    """Constants of the lease rules, policies and limits of the core."""
+
+    session_ttl_ns: int = 5 * _SECOND_NS
+    """How long a session is trusted after the last message that its engine echoed."""
+    heartbeat_ns: int = 1 * _SECOND_NS
+    """How often engines heartbeat. At most a quarter of the session TTL."""
+    longest_read_ns: int = 3 * _SECOND_NS
+    """R: a read counts only if it completed this soon after it was asked for."""
+    question_deadline_ns: int = 50 * _MILLISECOND_NS
+    """Q: how long readers wait for an answer; only checked against R."""
+    read_margin_ns: int = 100 * _MILLISECOND_NS
+    """Least time that Q must leave of R for the handshake and the read itself."""
+    idle_ns: int = 60 * _SECOND_NS
+    """A conversation without sign of life for this long gives up its retention."""
+    max_hold_ns: int = 480 * _SECOND_NS
+    """Longest hold of one retention, and longest absence a client may declare."""
+    leases_max: int = 200_000
+    """Leases in all, those of engines that are away included."""
+    leases_per_engine_max: int = 20_000
+    """Leases of one engine."""
+    blocks_per_lease_max: int = 262_144
+    """Blocks of one retention, over all KV cache groups."""
+    engines_max: int = 2_000
+    """Engines with a session."""
+    engines_away_max: int = 8_000
+    """Engines without a session that are still fenced by what is remembered of them."""
+    conversations_max: int = 200_000
+    """Conversations without a lease that are remembered; the longest unused go first."""
+    expiries_per_tick_max: int = 1_000
+    """Deadlines that one expire() works off, so that no tick holds up a question for long."""
+
+    @property
+    def reader_bound_ns(self) -> int:
+        """K*R: after this long from its grant no reader remains."""
+        return stretched_ns(self.longest_read_ns)
+
+    @property
+    def inherit_bound_ns(self) -> int:
+        """K*(TTL + R): after this long no reader of an earlier term remains."""
+        return stretched_ns(self.session_ttl_ns + self.longest_read_ns)
+
+    @property
+    def away_memory_ns(self) -> int:
+        """How long the leases of an engine that went away are remembered."""
+        return self.max_hold_ns + self.inherit_bound_ns
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError unless the order that the lease rules need holds."""
+        _check(self.heartbeat_ns > 0, "heartbeat must be above 0")
+        _check(
+            self.session_ttl_ns >= 4 * self.heartbeat_ns,
+            "session-ttl must be at least 4 times heartbeat; raise --session-ttl "
+            "or lower --heartbeat",
+        )
+        _check(
+            self.question_deadline_ns + self.read_margin_ns < self.longest_read_ns,
+            f"longest-read must exceed question-deadline by more than "
+            f"{self.read_margin_ns / _SECOND_NS:g} s; raise --longest-read "
+            "or lower --question-deadline",
+        )
+        _check(self.idle_ns > 0, "idle must be above 0")
+        _check(
+            self.max_hold_ns >= self.idle_ns,
+            "max-hold must be at least idle; raise --max-hold or lower --idle",
+        )
+        _check(
+            self.leases_per_engine_max <= self.leases_max,
+            "leases-per-engine must be at most leases; raise --leases or lower --leases-per-engine",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseConfig:
+    """Settings of the lease service's process."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 7600
+    """Port to listen on; 0 takes a free one."""
+    lessor: LessorConfig = field(default_factory=LessorConfig)
+    """The core's."""
+    queued_messages_max: int = 32_768
+    """Messages that wait for one engine to read them before its stream is ended."""
+    questions_max: int = 10_000
+    """Calls in progress besides the engines' session streams."""
+    message_bytes_max: int = 64 * 1024 * 1024
+    """Largest message taken: a Register with a full inventory."""
+    shutdown_grace_ns: int = 500 * _MILLISECOND_NS
+    """How long calls in progress may take to end after a signal to stop."""
+    otlp_endpoint: str = ""
+    """Where traces go by OTLP gRPC, e.g. http://127.0.0.1:4317; empty turns them off."""
+    log_level: str = "INFO"
+    """Least level that is logged."""
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for settings that contradict each other."""
+        _check(self.host != "", "host must not be empty")
+        _check(
+            self.queued_messages_max > self.lessor.leases_per_engine_max,
+            "queued-messages must exceed leases-per-engine, all of which may be released at once; "
+            "raise --queued-messages or lower --leases-per-engine",
+        )
+        _check(
+            self.otlp_endpoint == "" or self.otlp_endpoint.startswith(("http://", "https://")),
+            "otlp-endpoint must start with http:// or https://",
+        )
+
+
+def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig:
+    """Reads flags and KVTURN_LEASE_* variables.
+
+    Raises ConfigError naming the wrong setting and the fix; SystemExit(0) after --help.
+    """
+    defaults, core = LeaseConfig(), LessorConfig()
+    parser = _Parser("kvturn lease", environ)
+    parser.text("host", defaults.host, "address to listen on")
+    parser.count("port", defaults.port, "port to listen on, 0 for a free one", 0, 65_535)
+    parser.seconds("session-ttl", core.session_ttl_ns, "trust in an engine after its last echo")
+    parser.seconds("heartbeat", core.heartbeat_ns, "interval of the engines' heartbeats")
+    parser.seconds("longest-read", core.longest_read_ns, "longest read of a retention")
+    parser.seconds("question-deadline", core.question_deadline_ns, "how long readers wait for us")
+    parser.seconds("idle", core.idle_ns, "silence after which a conversation is idle")
+    parser.seconds("max-hold", core.max_hold_ns, "longest hold of one retention")
+    parser.count("leases", core.leases_max, "leases in all")
+    parser.count("leases-per-engine", core.leases_per_engine_max, "leases of one engine")
+    parser.count("blocks-per-lease", core.blocks_per_lease_max, "blocks of one lease")
+    parser.count("engines", core.engines_max, "engines with a session")
+    parser.count("conversations", core.conversations_max, "conversations remembered without lease")
+    parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
+    parser.count("questions", defaults.questions_max, "calls in progress")
+    parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
+    values = parser.parse(argv)
+    log_level = str(values["log-level"]).upper()
+    _check(
+        isinstance(logging.getLevelName(log_level), int),
+        "log-level must be DEBUG, INFO, WARNING or ERROR",
+    )
+    engines_max = int(values["engines"])
+    return LeaseConfig(
+        host=str(values["host"]),
+        port=int(values["port"]),
+        lessor=LessorConfig(
+            session_ttl_ns=int(values["session-ttl"]),
+            heartbeat_ns=int(values["heartbeat"]),
+            longest_read_ns=int(values["longest-read"]),
+            question_deadline_ns=int(values["question-deadline"]),
+            idle_ns=int(values["idle"]),
+            max_hold_ns=int(values["max-hold"]),
+            leases_max=int(values["leases"]),
+            leases_per_engine_max=int(values["leases-per-engine"]),
+            blocks_per_lease_max=int(values["blocks-per-lease"]),
+            engines_max=engines_max,
+            engines_away_max=4 * engines_max,
+            conversations_max=int(values["conversations"]),
+        ),
+        queued_messages_max=int(values["queued-messages"]),
+        questions_max=int(values["questions"]),
+        otlp_endpoint=str(values["otlp-endpoint"]),
+        log_level=log_level,
+    )
+
+
+def _check(holds: bool, problem: str) -> None:
+    if not holds:
+        raise ConfigError(problem)
+
+
+class _ArgumentParser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; see --help")
+
+
+class _Parser:
+    """Settings that come as a flag, as a variable, or by default, in that order."""
+
+    def __init__(self, prog: str, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+        self._argparse = _ArgumentParser(
+            prog=prog, description="Runs the kvturn lease service.", allow_abbrev=False
+        )
+        self._names: list[str] = []
+
+    def text(self, name: str, default: str, meaning: str, fallback_variable: str = "") -> None:
+        """Adds a setting taken as it is."""
+        default = self._environ.get(fallback_variable, default)
+        shown = f" (default {default})" if default else ""
+        self._add(name, default, str, f"{meaning}{shown}")
+
+    def count(
+        self, name: str, default: int, meaning: str, least: int = 1, most: int = _COUNT_MAX
+    ) -> None:
+        """Adds a whole number."""
+
+        def parse(text: str) -> int:
+            try:
+                value = int(text)
+            except ValueError:
+                raise ConfigError(f"{name} must be a whole number, e.g. {default}") from None
+            _check(least <= value <= most, f"{name} must be {least} to {most}")
+            return value
+
+        self._add(name, default, parse, f"{meaning} (default {default})")
+
+    def seconds(self, name: str, default_ns: int, meaning: str) -> None:
+        """Adds a span given in seconds and kept in nanoseconds."""
+        default_s = default_ns / _SECOND_NS
+
+        def parse(text: str) -> int:
+            try:
+                value_ns = round(float(text) * _SECOND_NS)
+            except (ValueError, OverflowError):
+                raise ConfigError(f"{name} must be seconds, e.g. {default_s:g}") from None
+            _check(
+                _MILLISECOND_NS <= value_ns <= _SPAN_MAX_NS,
+                f"{name} must be 0.001 to {_SPAN_MAX_NS // _SECOND_NS} seconds",
+            )
+            return value_ns
+
+        self._add(name, default_ns, parse, f"{meaning}, in seconds (default {default_s:g})")
+
+    def parse(self, argv: Sequence[str]) -> dict[str, int | str]:
+        """Returns the value of every setting by name. Raises ConfigError."""
+        parsed = vars(self._argparse.parse_args(argv))
+        return {name: parsed[name.replace("-", "_")] for name in self._names}
+
+    def _add(self, name: str, default: object, parse: object, meaning: str) -> None:
+        self._names.append(name)
+        variable = "KVTURN_LEASE_" + name.upper().replace("-", "_")
+        if variable in self._environ:
+            default = self._environ[variable]  # argparse parses defaults that are text
+        self._argparse.add_argument(
+            f"--{name}",
+            default=default,
+            type=parse,  # type: ignore[arg-type]
+            metavar="V",
+            help=meaning,
+        )

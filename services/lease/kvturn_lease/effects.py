@@ -1,0 +1,80 @@
+"""What the lessor wants done: messages to engines, streams to end, records to keep.
+
+Effects are carried out in order, at once, and without the lessor waiting for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+if TYPE_CHECKING:
+    from kvturn_lease.conversation import ConversationKey
+    from kvturn_lease.errors import LeaseServiceError
+    from kvturn_lease.lease import LeaseId
+    from kvturn_lease.session import SessionId
+    from kvturn_lease.store import Change
+    from kvturn_lease.verdict import ReleaseReason
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """Answers Register."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeartbeatAck:
+    """Answers a heartbeat."""
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Confirms that nobody reads the lease and nobody will."""
+
+    lease_id: LeaseId
+    reason: ReleaseReason
+
+
+@dataclass(frozen=True, slots=True)
+class GrantRefused:
+    """Refuses one grant."""
+
+    lease_id: LeaseId
+    reason: str
+
+
+EngineMessage: TypeAlias = Registered | HeartbeatAck | Release | GrantRefused
+
+
+@dataclass(frozen=True, slots=True)
+class SendToEngine:
+    """One message on the session's stream."""
+
+    session: SessionId
+    sequence: int
+    message: EngineMessage
+
+
+@dataclass(frozen=True, slots=True)
+class EndSession:
+    """The session is over: end its stream with this error."""
+
+    session: SessionId
+    error: LeaseServiceError
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseWaiters:
+    """A retention of the conversation was announced; whoever waits for it may ask again."""
+
+    conversation: ConversationKey
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A change for the store, written behind."""
+
+    change: Change
+
+
+Effect: TypeAlias = SendToEngine | EndSession | ReleaseWaiters | Record

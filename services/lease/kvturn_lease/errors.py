@@ -1,0 +1,142 @@
+"""What the lease service refuses, as typed errors.
+
+Each error knows its gRPC status by name and the reason of its google.rpc.ErrorInfo;
+status.py turns it into an answer. Messages and metadata hold names, numbers and limits, never
+what a client put into a field.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class LeaseServiceError(Exception):
+    """A request that was refused and changed nothing."""
+
+    code: ClassVar[str] = "INTERNAL"
+    """Name of the grpc.StatusCode."""
+    reason: ClassVar[str] = "INTERNAL"
+    """Reason of the ErrorInfo."""
+
+    def __init__(self, message: str, **metadata: object) -> None:
+        super().__init__(message)
+        self.message = message
+        self.metadata = {name: str(value) for name, value in metadata.items()}
+
+
+class InvalidArgument(LeaseServiceError):
+    """A field whose value is malformed, out of range, or contradicts another."""
+
+    code = "INVALID_ARGUMENT"
+    reason = "INVALID_ARGUMENT"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field} {problem}", field=field)
+        self.field = field
+
+
+class SessionFenced(LeaseServiceError):
+    """A newer session of the engine exists, or its incarnation was replaced."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "SESSION_FENCED"
+
+    def __init__(self) -> None:
+        super().__init__("a newer session of this engine exists; register under a higher number")
+
+
+class SessionExpired(LeaseServiceError):
+    """The session's heartbeats stopped for its TTL; it never comes back."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "SESSION_EXPIRED"
+
+    def __init__(self) -> None:
+        super().__init__("the session's heartbeats stopped for the session TTL; register again")
+
+
+class SequenceGap(LeaseServiceError):
+    """A message of the session was lost."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "SEQUENCE_GAP"
+
+    def __init__(self, expected: int, received: int) -> None:
+        super().__init__(
+            f"message {expected} of the session was expected, {received} came; register again",
+            expected=expected,
+            received=received,
+        )
+
+
+class IncarnationInUse(LeaseServiceError):
+    """Another engine registered under this incarnation; lease ids would collide."""
+
+    code = "FAILED_PRECONDITION"
+    reason = "INCARNATION_IN_USE"
+
+    def __init__(self) -> None:
+        super().__init__("another engine uses this incarnation; incarnations are unique for ever")
+
+
+class EnginesExhausted(LeaseServiceError):
+    """As many engines as the service takes have a session."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "ENGINES_EXHAUSTED"
+
+    def __init__(self, engines_max: int) -> None:
+        super().__init__(f"at most {engines_max} engines may have a session", limit=engines_max)
+
+
+class LeaseNotFound(LeaseServiceError):
+    """No live session holds a lease of this id."""
+
+    code = "NOT_FOUND"
+    reason = "LEASE_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("no live engine session holds this lease")
+
+
+class ConversationNotFound(LeaseServiceError):
+    """The conversation is not known."""
+
+    code = "NOT_FOUND"
+    reason = "CONVERSATION_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("the conversation is not known")
+
+
+class RegisterLate(LeaseServiceError):
+    """A session stream on which no Register came."""
+
+    code = "DEADLINE_EXCEEDED"
+    reason = "REGISTER_LATE"
+
+    def __init__(self) -> None:
+        super().__init__("no Register came within the session TTL")
+
+
+class StreamSlow(LeaseServiceError):
+    """An engine that does not read its session stream."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "STREAM_SLOW"
+
+    def __init__(self, queued_max: int) -> None:
+        super().__init__(
+            f"{queued_max} messages wait for the engine to read them; register again",
+            limit=queued_max,
+        )
+
+
+class ShuttingDown(LeaseServiceError):
+    """The lease service is about to stop."""
+
+    code = "UNAVAILABLE"
+    reason = "SHUTTING_DOWN"
+
+    def __init__(self) -> None:
+        super().__init__("the lease service is shutting down")

@@ -1,0 +1,948 @@
+"""The lessor: grants leases on KV that decode engines retain, and says who may read it.
+
+Theory of operation
+-------------------
+The core does no I/O and has no clock. Every method takes `now_ns`, the shell's CLOCK_BOOTTIME
+read *after* the event it judges, and never less than before. What has to be done is left in
+`drain()`; when to call `expire()` is told by `next_deadline_ns()`. Correctness never hangs on
+`expire()` being on time: each method looks at the deadlines it depends on first.
+
+An *engine* (session.py) registers under a session (engine id, incarnation, number) and brings
+all that it retains. A newer session fences the older one; a new incarnation fences the old one
+for ever. The *lessor's term* is new with each process: state of another term is unknown to it.
+
+A *lease* (lease.py) goes ACTIVE -> READING -> ENDING -> gone, or ACTIVE -> ENDING -> gone:
+
+  ACTIVE   `begin_read` may be granted, once, while its session is trusted and no inherit wait runs
+  READING  it was granted; nobody else gets it; `end_read` or K*R later it ends
+  ENDING   it ended for a reason that `resolve` tells; a reader may remain
+  gone     `Release` was sent: only once no longer granted, no reader remains (`end_read`, or
+           K*R after the grant) and no inherit wait runs. Then the engine may reuse the blocks.
+
+Rule 1, trust: a session is trusted until TTL after the lessor *sent* the last message that the
+engine echoed. The deadline is looked at before a message is applied; past it the session is
+dead for ever. A session that has echoed nothing yet grants nothing.
+
+Rule 2, inherit wait: a lease that a Register brings and this term did not grant may be being
+read under a grant of an earlier term. Such a grant was given while that term trusted the
+engine, at most TTL after the engine last vouched, and its read ends R after. So for
+K*(TTL + R) - quiet after the Register the lease is neither granted nor confirmed as released.
+If the engine's previous session was with this same term, nothing is unknown and nothing waits.
+
+Rule 3, once: a lease is granted to one reader, ever. What an engine's next session brings again
+is found by (incarnation, retention number) and stays begun, ended, or waiting as it was. For
+that the leases of an engine that went away are kept for a while (`away_memory_ns`).
+
+A *conversation* (conversation.py) has at most one lease that has not ended: the newest grant
+supersedes the others, on whatever engine. It is idle when no turn is in flight and its last
+sign of life is over; then, or at the longest hold, its lease ends. Conversations outlive their
+leases, in a bounded memory, because a turn that finds no lease is owed the reason.
+
+Costs: nothing here walks over all leases; the death of an engine costs what it holds.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvturn_lease.conversation import (
+    TURNS_IN_FLIGHT_MAX,
+    Conversation,
+    ConversationKey,
+    Conversations,
+)
+from kvturn_lease.deadline_queue import NEVER_NS, DeadlineQueue
+from kvturn_lease.effects import (
+    Effect,
+    EndSession,
+    EngineMessage,
+    GrantRefused,
+    HeartbeatAck,
+    Record,
+    Registered,
+    Release,
+    ReleaseWaiters,
+    SendToEngine,
+)
+from kvturn_lease.engines import Engines
+from kvturn_lease.errors import (
+    ConversationNotFound,
+    InvalidArgument,
+    LeaseNotFound,
+    LeaseServiceError,
+    SequenceGap,
+    SessionExpired,
+    SessionFenced,
+)
+from kvturn_lease.lease import Lease, LeaseId, LeaseState, LeaseView, Retention
+from kvturn_lease.session import Engine, EngineInfo, EngineView, KvMemory, Session, SessionId
+from kvturn_lease.store import (
+    ConversationChanged,
+    ConversationForgotten,
+    ConversationRecord,
+    EngineForgotten,
+    SessionClosed,
+    SessionKept,
+    SessionOpened,
+    SessionRecord,
+    Snapshot,
+)
+from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict, verdict_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvturn_lease.config import LessorConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Resolution:
+    """Who holds a conversation: a lease to read, or the verdict that says why there is none."""
+
+    lease_id: LeaseId | None
+    verdict: Verdict
+    engine_id: str
+    http_address: str
+    token_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAnswer:
+    """Answer to BeginRead: granted if and only if `verdict` is NONE."""
+
+    verdict: Verdict
+    payload: bytes = b""
+    nixl: bytes = b""
+
+
+class Lessor:
+    """Owner of all leases. Not safe for threads; one event loop calls it."""
+
+    def __init__(self, config: LessorConfig, term: int) -> None:
+        """`term` is random, 1 to 2**64 - 1, and new with each process start and election."""
+        assert 0 < term < 2**64
+        self.config = config
+        self.term = term
+        self._engines = Engines(config.engines_max, config.engines_away_max)
+        self._conversations = Conversations(config.conversations_max)
+        self._deadlines: DeadlineQueue[Engine | Lease] = DeadlineQueue()
+        self._lease_count = 0
+        self._effects: list[Effect] = []
+        self._now_ns = 0
+        # Multiplied once: they are asked for in every operation.
+        self._reader_bound_ns = config.reader_bound_ns
+        self._inherit_bound_ns = config.inherit_bound_ns
+
+    # ---- the shell's side ----------------------------------------------------------------
+
+    def drain(self) -> list[Effect]:
+        """Returns what has to be done since the last call, in order.
+
+        Call it after every other method, also one that raised.
+        """
+        effects, self._effects = self._effects, []
+        return effects
+
+    def next_deadline_ns(self) -> int | None:
+        """Returns when to call expire() next, None if nothing is due ever.
+
+        It may be early, never late, and in the past when expire() left some of its work.
+        """
+        return self._deadlines.next_ns()
+
+    def expire(self, now_ns: int) -> None:
+        """Ends what is due: dead sessions, idle and over-long leases, waits that are over."""
+        self._advance(now_ns)
+        for _ in range(self.config.expiries_per_tick_max):
+            item = self._deadlines.pop_due(now_ns)
+            if item is None:
+                return
+            if isinstance(item, Lease):
+                self._settle(item, now_ns)
+            elif self._live(item, now_ns) is None and now_ns >= item.forget_ns:
+                self._forget_leases(item)
+            else:
+                self._arm_engine(item)
+
+    def restore(self, snapshot: Snapshot, now_ns: int) -> None:
+        """Takes over what an earlier term recorded; before anything else.
+
+        It knows who is fenced and who held what, not what may be read: engines bring that.
+        """
+        self._advance(now_ns)
+        for record in snapshot.sessions.values():
+            self._engines.restore(record)
+        for key, kept in snapshot.conversations.items():
+            conversation = self._conversation(key)
+            held = kept.end_reason == ReleaseReason.NONE
+            conversation.engine_id = kept.engine_id
+            conversation.verdict = Verdict.ENGINE_LOST if held else verdict_of(kept.end_reason)
+
+    # ---- engines -------------------------------------------------------------------------
+
+    def register(
+        self,
+        session_id: SessionId,
+        info: EngineInfo,
+        inventory: Sequence[Retention],
+        *,
+        quiet_ns: int | None,
+        previous_term: int,
+        now_ns: int,
+    ) -> None:
+        """Opens a session, which replaces all that was believed about the engine.
+
+        `quiet_ns` is the engine's time since it last vouched for any retention, None if it never
+        did. Leases over a limit are ended at once, not refused: an earlier term's reader may
+        remain. Raises SessionFenced, IncarnationInUse, EnginesExhausted or InvalidArgument, and
+        has then changed nothing.
+        """
+        self._advance(now_ns)
+        self._check_registration(session_id, info, inventory)
+        engine = self._engines.enter(session_id)
+        if engine.session is not None:
+            old_id = SessionId(engine.engine_id, engine.incarnation, engine.session.number)
+            self._effects.append(EndSession(old_id, SessionFenced()))
+        if engine.incarnation != session_id.incarnation:
+            self._replace_incarnation(engine, session_id.incarnation)
+        wait_ns = self._inherit_wait_ns(engine, quiet_ns, previous_term)
+        engine.number = session_id.number
+        engine.info = info
+        engine.remembered = True
+        engine.session = Session(session_id.number, now_ns, self.config.session_ttl_ns)
+        engine.forget_ns = NEVER_NS
+        self._arm_engine(engine)
+        self._send(engine, Registered(), now_ns)
+        self._record_session(engine)
+        self._take_inventory(engine, inventory, now_ns + wait_ns if wait_ns else 0, now_ns)
+
+    def heartbeat(
+        self,
+        session_id: SessionId,
+        sequence: int,
+        *,
+        echo_term: int,
+        echo_sequence: int,
+        withdrawn: Sequence[tuple[LeaseId, ReleaseReason]],
+        memory: KvMemory | None,
+        now_ns: int,
+    ) -> None:
+        """Extends trust by the echo, ends withdrawn leases, and is acknowledged.
+
+        Raises SessionFenced, SessionExpired, SequenceGap or InvalidArgument; the caller then
+        ends the stream and with it the session. Nothing else has changed.
+        """
+        engine = self._enter(session_id, sequence, now_ns)
+        session = engine.session
+        assert session is not None
+        if echo_term == self.term:
+            session.check_echo(echo_sequence)
+        for index, (lease_id, _) in enumerate(withdrawn):
+            self._check_lease_id(session_id, lease_id, f"heartbeat.withdrawn[{index}].lease_id")
+        session.heartbeat_ns = now_ns
+        session.memory = memory
+        if echo_term == self.term and echo_sequence > 0:  # another term's is not our message
+            session.echo(echo_sequence, self.config.session_ttl_ns)
+            _strike_received(engine.releasing, echo_sequence)
+            self._effects.append(Record(SessionKept(engine.engine_id)))
+            self._arm_engine(engine)
+        self._send(engine, HeartbeatAck(), now_ns)
+        for lease_id, reason in withdrawn:
+            self._withdraw(engine, lease_id, reason, now_ns)
+
+    def grant(
+        self, session_id: SessionId, sequence: int, retention: Retention, now_ns: int
+    ) -> None:
+        """Takes a new retention; refused with a message to the engine if over a limit.
+
+        It supersedes the conversation's lease. Raises as heartbeat() does.
+        """
+        engine = self._enter(session_id, sequence, now_ns)
+        field = "grant.retention.lease_id"
+        self._check_lease_id(session_id, retention.lease_id, field)
+        if self._is_known(engine, retention.lease_id):
+            raise InvalidArgument(field, "was granted before")
+        refusal = self._refusal(engine, retention.block_count)
+        if refusal is not None:
+            self._send(engine, GrantRefused(retention.lease_id, refusal), now_ns)
+            return
+        conversation = self._conversation(retention.conversation)
+        conversation.turn = retention.turn
+        lease = Lease(engine, conversation, retention, now_ns)
+        if _is_closed(conversation, now_ns):
+            self._attach_ended(lease, ReleaseReason.ENDED, now_ns)
+        else:
+            self._supersede(conversation, now_ns)
+            self._extend_life(conversation, now_ns)
+            self._attach(lease, now_ns)
+        self._effects.append(ReleaseWaiters(conversation.key))
+
+    def refuse_grant(
+        self, session_id: SessionId, sequence: int, lease_id: LeaseId, reason: str, now_ns: int
+    ) -> None:
+        """Refuses a retention that cannot be taken as it is. Raises as heartbeat() does."""
+        engine = self._enter(session_id, sequence, now_ns)
+        field = "grant.retention.lease_id"
+        self._check_lease_id(session_id, lease_id, field)
+        if self._is_known(engine, lease_id):  # it may be being read, so it must not be freed
+            raise InvalidArgument(field, "was granted before")
+        self._send(engine, GrantRefused(lease_id, reason), now_ns)
+
+    def freed(
+        self,
+        session_id: SessionId,
+        sequence: int,
+        lease_id: LeaseId,
+        reason: ReleaseReason,
+        now_ns: int,
+    ) -> None:
+        """Notes that the engine freed a retention by itself; unknown ones are let pass.
+
+        Raises as heartbeat() does.
+        """
+        engine = self._enter(session_id, sequence, now_ns)
+        self._check_lease_id(session_id, lease_id, "freed.lease_id")
+        lease = engine.leases.get(lease_id.number)
+        if lease is not None:
+            self._drop(lease, reason)
+
+    def close_session(self, session_id: SessionId, now_ns: int) -> None:
+        """Ends a session with its stream; nothing if it is not the engine's newest."""
+        self._advance(now_ns)
+        engine = self._engines.get(session_id.engine_id)
+        if engine is not None and self._is_current(engine, session_id):
+            self._lapse(engine, None, now_ns)
+
+    def list_engines(self, now_ns: int) -> list[EngineView]:
+        """Returns the engines with a live session, in order of engine id."""
+        self._advance(now_ns)
+        views = []
+        for engine in sorted(self._engines.all(), key=lambda each: each.engine_id):
+            session = self._live(engine, now_ns)
+            if session is not None:
+                views.append(
+                    EngineView(
+                        engine.engine_id,
+                        session.number,
+                        engine.info.description,
+                        engine.active_count,
+                        session.memory,
+                        now_ns - session.heartbeat_ns,
+                    )
+                )
+        return views
+
+    # ---- readers -------------------------------------------------------------------------
+
+    def begin_read(self, lease_id: LeaseId, key: ConversationKey, now_ns: int) -> ReadAnswer:
+        """Grants the one right to read the lease, or says why not. Never granted again."""
+        self._advance(now_ns)
+        conversation = self._conversations.get(key)
+        lease = self._find(lease_id)
+        if lease is None or lease.conversation is not conversation:
+            return ReadAnswer(_past_verdict(lease_id, conversation))
+        if not self._settle(lease, now_ns):
+            return ReadAnswer(_past_verdict(lease_id, conversation))
+        verdict = self._read_refusal(lease, lease_id, now_ns)
+        if verdict != Verdict.NONE:
+            return ReadAnswer(verdict)
+        lease.read_ns = now_ns
+        lease.read_session_number = lease_id.session_number
+        lease.read_open = True
+        payload, lease.payload = lease.payload, b""  # no second reader will ask for it
+        self._extend_life(lease.conversation, now_ns)
+        return ReadAnswer(Verdict.NONE, payload, lease.engine.info.nixl)
+
+    def end_read(self, lease_id: LeaseId, outcome: ReadOutcome, now_ns: int) -> None:
+        """Notes that no transfer of the lease's read runs or can start any more.
+
+        Idempotent. The id is the one that the read began under, also when the engine has
+        registered again since.
+        """
+        self._advance(now_ns)
+        lease = self._find(lease_id)
+        if lease is None or not lease.read_open:
+            return
+        if lease.read_session_number != lease_id.session_number:
+            return
+        lease.read_open = False
+        completed = outcome == ReadOutcome.COMPLETED
+        self._end(lease, ReleaseReason.CONSUMED if completed else ReleaseReason.READ_FAILED)
+        self._settle(lease, now_ns)
+
+    # ---- conversations -------------------------------------------------------------------
+
+    def awaits_turn(self, key: ConversationKey, turn: int, now_ns: int) -> bool:
+        """Returns True if a retention of `turn` or later has yet to be announced.
+
+        Ask again when ReleaseWaiters names the conversation. `turn` 0 expects none.
+        """
+        self._advance(now_ns)
+        conversation = self._conversations.get(key)
+        if turn == 0:
+            return False
+        if conversation is None:
+            return True
+        unknown = conversation.turn == 0 and conversation.lease is not None
+        return not unknown and conversation.turn < turn and not conversation.closed
+
+    def resolve(self, key: ConversationKey, now_ns: int) -> Resolution:
+        """Tells who holds the conversation, at the beginning of a turn of it."""
+        self._advance(now_ns)
+        conversation = self._conversation(key)
+        if conversation.lease is not None:
+            self._settle(conversation.lease, now_ns)
+        conversation.closed = False
+        conversation.alive_until_ns = now_ns + self.config.idle_ns  # a declared absence is over
+        lease = conversation.lease
+        if lease is None:
+            verdict = conversation.verdict
+            if verdict == Verdict.FIRST_TURN:
+                conversation.verdict = Verdict.NO_LEASE
+            return self._unheld(conversation, verdict)
+        self._arm_lease(lease)
+        lease_id = self._id_of(lease)
+        verdict = self._read_refusal(lease, lease_id, now_ns)
+        if verdict != Verdict.NONE:
+            return self._unheld(conversation, verdict)
+        return Resolution(
+            lease_id,
+            Verdict.NONE,
+            lease.engine.engine_id,
+            lease.engine.info.http_address,
+            lease.token_count,
+        )
+
+    def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
+        """Notes a sign of life, and that a turn began (+1) or ended (-1)."""
+        self._advance(now_ns)
+        conversation = self._conversation(key)
+        if conversation.lease is not None:
+            self._settle(conversation.lease, now_ns)
+        count = conversation.turns_in_flight + turns_in_flight_delta
+        conversation.turns_in_flight = min(max(count, 0), TURNS_IN_FLIGHT_MAX)
+        if turns_in_flight_delta > 0:
+            conversation.closed = False
+            conversation.alive_until_ns = 0  # a declared absence is over
+        self._extend_life(conversation, now_ns)
+
+    def keep_alive(self, key: ConversationKey, absence_ns: int | None, now_ns: int) -> int:
+        """Keeps the conversation from becoming idle for exactly `absence_ns` from now.
+
+        None means the idle time; more than the longest hold is cut to it. Returns for how long
+        the retention is kept without another sign of life, in nanoseconds; 0 if none is held.
+        Raises ConversationNotFound.
+        """
+        self._advance(now_ns)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            raise ConversationNotFound
+        if conversation.lease is not None:
+            self._settle(conversation.lease, now_ns)
+        wanted_ns = self.config.idle_ns if absence_ns is None else absence_ns
+        conversation.alive_until_ns = now_ns + min(wanted_ns, self.config.max_hold_ns)
+        lease = conversation.lease
+        if lease is None:
+            return 0
+        self._arm_lease(lease)
+        return max(0, self._lease_deadline_ns(lease) - now_ns)
+
+    def end_conversation(self, key: ConversationKey, now_ns: int) -> int:
+        """Ends the conversation's lease, if any; returns how many were ended. Idempotent."""
+        self._advance(now_ns)
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            return 0
+        lease = conversation.lease
+        if lease is not None and self._settle(lease, now_ns) and not lease.ended:
+            self._end(lease, ReleaseReason.ENDED)
+            self._settle(lease, now_ns)
+        else:
+            lease = None
+        conversation.verdict = Verdict.ENDED
+        conversation.closed = True
+        conversation.alive_until_ns = now_ns + self.config.idle_ns
+        return 0 if lease is None else 1
+
+    # ---- operators -----------------------------------------------------------------------
+
+    def get_lease(self, lease_id: LeaseId, now_ns: int) -> LeaseView:
+        """Returns a lease of a live session. Raises LeaseNotFound."""
+        return self._view(self._current(lease_id, now_ns), now_ns)
+
+    def revoke(self, lease_id: LeaseId, now_ns: int) -> None:
+        """Ends a lease of a live session; nothing if it has ended. Raises LeaseNotFound."""
+        lease = self._current(lease_id, now_ns)
+        self._end(lease, ReleaseReason.REVOKED)
+        self._settle(lease, now_ns)
+
+    def list_leases(
+        self,
+        *,
+        engine_id: str,
+        key: ConversationKey | None,
+        after: str,
+        count_max: int,
+        now_ns: int,
+    ) -> list[LeaseView]:
+        """Returns up to `count_max` leases of live sessions in order of lease id, after `after`.
+
+        `engine_id` and `key`, if given, leave out the others. Costs the number of engines and of
+        the leases of those engines that the page touches.
+        """
+        self._advance(now_ns)
+        if engine_id:
+            one = self._engines.get(engine_id)
+            engines = [] if one is None else [one]
+        else:
+            engines = sorted(self._engines.all(), key=lambda each: each.incarnation + ".")
+        page: list[LeaseView] = []
+        for engine in engines:
+            past = engine.incarnation + "/" <= after  # "/" is the character after "."
+            if past or self._live(engine, now_ns) is None:
+                continue
+            leases = (
+                (str(self._id_of(lease)), lease)
+                for lease in engine.leases.values()
+                if key is None or lease.conversation.key == key
+            )
+            later = (pair for pair in leases if pair[0] > after)
+            for _, lease in heapq.nsmallest(count_max - len(page), later, key=lambda pair: pair[0]):
+                page.append(self._view(lease, now_ns))
+            if len(page) == count_max:
+                break
+        return page
+
+    # ---- sessions ------------------------------------------------------------------------
+
+    def _advance(self, now_ns: int) -> None:
+        assert now_ns >= self._now_ns, "the clock went back"
+        self._now_ns = now_ns
+
+    def _check_registration(
+        self, session_id: SessionId, info: EngineInfo, inventory: Sequence[Retention]
+    ) -> None:
+        """Raises what register() raises; changes nothing."""
+        engine = self._engines.check(session_id)
+        same = engine is not None and engine.incarnation == session_id.incarnation
+        if inventory and not info.retains:
+            raise InvalidArgument("register.inventory", "must be empty: a prefill engine retains")
+        numbers = set()
+        for index, retention in enumerate(inventory):
+            field = f"register.inventory[{index}]"
+            self._check_lease_id(session_id, retention.lease_id, f"{field}.lease_id")
+            number = retention.lease_id.number
+            if number in numbers:
+                raise InvalidArgument(f"{field}.lease_id", "appears twice")
+            numbers.add(number)
+            known = engine.leases.get(number) if engine is not None and same else None
+            if known is not None and known.conversation.key != retention.conversation:
+                raise InvalidArgument(f"{field}.conversation", "differs from what was granted")
+
+    @staticmethod
+    def _check_lease_id(session_id: SessionId, lease_id: LeaseId, field: str) -> None:
+        if lease_id.incarnation != session_id.incarnation:
+            raise InvalidArgument(field, "names another incarnation")
+        if lease_id.session_number != session_id.number:
+            raise InvalidArgument(field, "names another session")
+
+    def _replace_incarnation(self, engine: Engine, incarnation: str) -> None:
+        """The engine lost its KV: nothing that it held exists any more."""
+        for lease in list(engine.leases.values()):
+            self._drop(lease, ReleaseReason.ENGINE_LOST)
+        engine.releasing.clear()
+        engine.remembered = False
+        self._engines.replace_incarnation(engine, incarnation)
+
+    def _inherit_wait_ns(self, engine: Engine, quiet_ns: int | None, previous_term: int) -> int:
+        """Returns how long readers of earlier terms may remain after this Register."""
+        if quiet_ns is None:  # never vouched, so no term could grant
+            return 0
+        if previous_term == self.term and engine.remembered:
+            return 0
+        return max(0, self._inherit_bound_ns - quiet_ns)
+
+    def _take_inventory(
+        self, engine: Engine, inventory: Sequence[Retention], inherit_until_ns: int, now_ns: int
+    ) -> None:
+        listed = {retention.lease_id.number for retention in inventory}
+        unheard, engine.releasing = engine.releasing, OrderedDict()
+        for lease in list(engine.leases.values()):
+            if lease.number not in listed:
+                # The engine freed it while away: on the notice of its reader, if it had one.
+                begun = lease.begun
+                self._drop(lease, ReleaseReason.CONSUMED if begun else ReleaseReason.PRESSURE)
+        for retention in inventory:
+            known = engine.leases.get(retention.lease_id.number)
+            if known is None:
+                lease = Lease(engine, self._conversation(retention.conversation), retention, now_ns)
+                lease.inherit_until_ns = inherit_until_ns
+                _, reason = unheard.get(lease.number, (0, ReleaseReason.NONE))
+                self._inherit(lease, reason or self._end_of_inherited(lease, now_ns), now_ns)
+            else:
+                known.inherit_until_ns = max(known.inherit_until_ns, inherit_until_ns)
+                if not known.begun and not known.ended:
+                    known.payload = retention.payload
+                self._settle(known, now_ns)
+
+    def _end_of_inherited(self, lease: Lease, now_ns: int) -> ReleaseReason:
+        """Returns why a lease that this term sees for the first time has ended, NONE if not."""
+        if self._refusal(lease.engine, lease.block_count) is not None:
+            return ReleaseReason.PRESSURE
+        if _is_closed(lease.conversation, now_ns):
+            return ReleaseReason.ENDED
+        incumbent = lease.conversation.lease
+        if incumbent is not None and not _is_newer(lease, incumbent):
+            return ReleaseReason.SUPERSEDED
+        return ReleaseReason.NONE
+
+    def _inherit(self, lease: Lease, end_reason: ReleaseReason, now_ns: int) -> None:
+        if end_reason != ReleaseReason.NONE:
+            self._attach_ended(lease, end_reason, now_ns)
+            return
+        lease.conversation.turn = lease.turn
+        self._supersede(lease.conversation, now_ns)
+        self._extend_life(lease.conversation, now_ns)
+        self._attach(lease, now_ns)
+
+    def _is_current(self, engine: Engine, session_id: SessionId) -> bool:
+        return (
+            engine.session is not None
+            and engine.incarnation == session_id.incarnation
+            and engine.session.number == session_id.number
+        )
+
+    def _enter(self, session_id: SessionId, sequence: int, now_ns: int) -> Engine:
+        """Returns the engine whose session a message belongs to; it lives, nothing is missing.
+
+        The deadline comes first: a heartbeat that waited somewhere for longer than the TTL must
+        not raise the dead.
+        """
+        self._advance(now_ns)
+        engine = self._engines.get(session_id.engine_id)
+        if engine is None or engine.incarnation != session_id.incarnation:
+            raise SessionFenced
+        if engine.number != session_id.number:
+            raise SessionFenced
+        session = self._live(engine, now_ns)
+        if session is None:
+            raise SessionExpired
+        try:
+            session.receive(sequence)
+        except SequenceGap:
+            self._lapse(engine, None, now_ns)
+            raise
+        return engine
+
+    def _live(self, engine: Engine, now_ns: int) -> Session | None:
+        """Returns the engine's session if it has one that lives; ends it if it is past."""
+        session = engine.session
+        if session is not None and now_ns >= session.deadline_ns:
+            self._lapse(engine, SessionExpired(), now_ns)
+            return None
+        return session
+
+    def _lapse(self, engine: Engine, error: LeaseServiceError | None, now_ns: int) -> None:
+        """Ends the engine's session; its leases are kept in case it comes back."""
+        assert engine.session is not None
+        if error is not None:
+            session_id = SessionId(engine.engine_id, engine.incarnation, engine.session.number)
+            self._effects.append(EndSession(session_id, error))
+        engine.session = None
+        self._effects.append(Record(SessionClosed(engine.engine_id)))
+        for lease in engine.leases.values():
+            lease.payload = b""  # the next Register brings it
+        self._engines.leave(engine)
+        engine.forget_ns = now_ns + self.config.away_memory_ns
+        self._deadlines.disarm(engine)
+        self._arm_engine(engine)
+        if self._engines.is_crowded():
+            self._forget_engine()
+
+    def _arm_engine(self, engine: Engine) -> None:
+        session = engine.session
+        self._deadlines.arm(engine, engine.forget_ns if session is None else session.deadline_ns)
+
+    def _forget_leases(self, engine: Engine) -> None:
+        """Gives up the leases of an engine that stays away; it is fenced as before."""
+        self._engines.give_up(engine)
+        engine.remembered = False
+        engine.releasing.clear()
+        engine.forget_ns = NEVER_NS
+        self._deadlines.disarm(engine)
+        for lease in list(engine.leases.values()):
+            self._drop(lease, ReleaseReason.ENGINE_LOST)
+
+    def _forget_engine(self) -> None:
+        """Forgets the engine without a session that can best be done without."""
+        engine = self._engines.forget_gone()
+        if engine is None:
+            longest = self._engines.longest_away()
+            assert longest is not None
+            self._forget_leases(longest)
+            engine = self._engines.forget_gone()
+        assert engine is not None
+        self._effects.append(Record(EngineForgotten(engine.engine_id)))
+
+    def _send(self, engine: Engine, message: EngineMessage, now_ns: int) -> int:
+        """Sends a message on the engine's session; returns its sequence."""
+        session = engine.session
+        assert session is not None
+        session_id = SessionId(engine.engine_id, engine.incarnation, session.number)
+        sequence = session.stamp(now_ns)
+        self._effects.append(SendToEngine(session_id, sequence, message))
+        return sequence
+
+    def _record_session(self, engine: Engine) -> None:
+        record = SessionRecord(
+            engine.engine_id, engine.incarnation, engine.number, tuple(engine.fenced)
+        )
+        self._effects.append(Record(SessionOpened(record)))
+
+    # ---- leases --------------------------------------------------------------------------
+
+    def _find(self, lease_id: LeaseId) -> Lease | None:
+        """Returns the lease of the id's retention, under whatever session number it is now."""
+        engine = self._engines.of_incarnation(lease_id.incarnation)
+        return None if engine is None else engine.leases.get(lease_id.number)
+
+    def _current(self, lease_id: LeaseId, now_ns: int) -> Lease:
+        """Returns the lease if a live session holds it under this id. Raises LeaseNotFound."""
+        self._advance(now_ns)
+        lease = self._find(lease_id)
+        if lease is None or not self._settle(lease, now_ns):
+            raise LeaseNotFound
+        if lease.engine.session is None or self._id_of(lease) != lease_id:
+            raise LeaseNotFound
+        return lease
+
+    @staticmethod
+    def _is_known(engine: Engine, lease_id: LeaseId) -> bool:
+        return lease_id.number in engine.leases or lease_id.number in engine.releasing
+
+    @staticmethod
+    def _id_of(lease: Lease) -> LeaseId:
+        return LeaseId(lease.engine.incarnation, lease.number, lease.engine.number)
+
+    def _refusal(self, engine: Engine, block_count: int) -> str | None:
+        """Returns the limit that a new retention of the engine breaks, None if there is none."""
+        if not engine.info.retains:
+            return "ROLE_CANNOT_RETAIN"
+        if block_count > self.config.blocks_per_lease_max:
+            return "BLOCKS_EXHAUSTED"
+        if len(engine.leases) + len(engine.releasing) >= self.config.leases_per_engine_max:
+            return "LEASES_EXHAUSTED"
+        while self._lease_count >= self.config.leases_max:
+            longest = self._engines.longest_away()
+            if longest is None:
+                return "LEASES_EXHAUSTED"
+            self._forget_leases(longest)
+        return None
+
+    def _attach(self, lease: Lease, now_ns: int) -> None:
+        """Makes a new lease the one of its conversation."""
+        conversation, engine = lease.conversation, lease.engine
+        engine.leases[lease.number] = lease
+        engine.active_count += 1
+        self._lease_count += 1
+        self._conversations.hold(conversation, lease)
+        conversation.engine_id = engine.engine_id
+        self._record_conversation(conversation, ReleaseReason.NONE)
+        self._settle(lease, now_ns)
+
+    def _attach_ended(self, lease: Lease, reason: ReleaseReason, now_ns: int) -> None:
+        """Takes a lease only to release it, once no reader of an earlier term remains."""
+        lease.end_reason = reason
+        lease.payload = b""
+        lease.engine.leases[lease.number] = lease
+        self._lease_count += 1
+        if lease.conversation.lease is None:
+            self._note_end(lease)
+        self._settle(lease, now_ns)
+
+    def _supersede(self, conversation: Conversation, now_ns: int) -> None:
+        lease = conversation.lease
+        if lease is not None:
+            self._end(lease, ReleaseReason.SUPERSEDED)
+            self._settle(lease, now_ns)
+
+    def _withdraw(
+        self, engine: Engine, lease_id: LeaseId, reason: ReleaseReason, now_ns: int
+    ) -> None:
+        lease = engine.leases.get(lease_id.number)
+        if lease is None:
+            # Released or refused before; the engine asked before it heard of that.
+            self._send(engine, Release(lease_id, reason), now_ns)
+        else:
+            self._end(lease, reason)
+            self._settle(lease, now_ns)
+
+    def _end(self, lease: Lease, reason: ReleaseReason) -> None:
+        """Stops granting the lease; the first reason stays. _settle() releases it in time."""
+        if lease.ended:
+            return
+        lease.end_reason = reason
+        lease.payload = b""
+        lease.engine.active_count -= 1
+        self._conversations.let_go(lease.conversation)
+        self._note_end(lease)
+        self._forget_conversations()
+
+    def _note_end(self, lease: Lease) -> None:
+        """Remembers, for the turns to come, why the conversation's retention ended."""
+        conversation = lease.conversation
+        conversation.verdict = verdict_of(lease.end_reason)
+        conversation.engine_id = lease.engine.engine_id
+        conversation.last_incarnation = lease.engine.incarnation
+        conversation.last_number = lease.number
+        self._record_conversation(conversation, lease.end_reason)
+
+    def _settle(self, lease: Lease, now_ns: int) -> bool:
+        """Applies what is due for the lease and arms what is not; False if it is gone now."""
+        live = self._live(lease.engine, now_ns) is not None
+        if lease.read_open and now_ns >= lease.read_ns + self._reader_bound_ns:
+            lease.read_open = False
+            self._end(lease, ReleaseReason.READ_FAILED)
+        if not lease.ended and not lease.read_open:
+            conversation = lease.conversation
+            if now_ns >= lease.granted_ns + self.config.max_hold_ns:
+                self._end(lease, ReleaseReason.EXPIRED)
+            elif conversation.turns_in_flight == 0 and now_ns >= conversation.alive_until_ns:
+                self._end(lease, ReleaseReason.IDLE)
+        if live and lease.ended and not lease.read_open and now_ns >= lease.inherit_until_ns:
+            release = Release(self._id_of(lease), lease.end_reason)
+            sequence = self._send(lease.engine, release, now_ns)
+            lease.engine.releasing[lease.number] = (sequence, lease.end_reason)
+            self._remove(lease)
+            return False
+        self._arm_lease(lease)
+        return True
+
+    def _lease_deadline_ns(self, lease: Lease) -> int:
+        """Returns when _settle() has something to do next."""
+        if lease.read_open:
+            return lease.read_ns + self._reader_bound_ns
+        if lease.ended:
+            return NEVER_NS if lease.engine.session is None else lease.inherit_until_ns
+        hold_ns = lease.granted_ns + self.config.max_hold_ns
+        if lease.conversation.turns_in_flight > 0:
+            return hold_ns
+        return min(hold_ns, lease.conversation.alive_until_ns)
+
+    def _arm_lease(self, lease: Lease) -> None:
+        self._deadlines.arm(lease, self._lease_deadline_ns(lease))
+
+    def _drop(self, lease: Lease, reason: ReleaseReason) -> None:
+        """Lets go of a lease whose blocks are known to be free, or whose engine is gone."""
+        self._end(lease, reason)
+        self._remove(lease)
+
+    def _remove(self, lease: Lease) -> None:
+        assert lease.ended
+        self._deadlines.disarm(lease)
+        del lease.engine.leases[lease.number]
+        self._lease_count -= 1
+
+    def _view(self, lease: Lease, now_ns: int) -> LeaseView:
+        conversation = lease.conversation
+        idle_in_ns = None
+        if lease.state == LeaseState.ACTIVE and conversation.turns_in_flight == 0:
+            idle_in_ns = max(0, conversation.alive_until_ns - now_ns)
+        return LeaseView(
+            self._id_of(lease),
+            conversation.key,
+            lease.engine.engine_id,
+            lease.state,
+            lease.end_reason,
+            lease.token_count,
+            lease.block_count,
+            now_ns - lease.granted_ns,
+            idle_in_ns,
+            now_ns - lease.read_ns if lease.read_open else None,
+        )
+
+    def _read_refusal(self, lease: Lease, lease_id: LeaseId, now_ns: int) -> Verdict:
+        """Returns why the lease, settled, cannot be read under this id now; NONE if it can."""
+        if lease.begun:
+            return Verdict.READ_IN_PROGRESS if lease.read_open else Verdict.CONSUMED
+        if lease.ended:
+            return verdict_of(lease.end_reason)
+        session = lease.engine.session
+        if session is None:
+            return Verdict.ENGINE_LOST
+        if session.number != lease_id.session_number:
+            return Verdict.NO_LEASE
+        if not session.proven or now_ns < lease.inherit_until_ns:
+            return Verdict.NO_LEASE
+        return Verdict.NONE
+
+    # ---- conversations -------------------------------------------------------------------
+
+    def _conversation(self, key: ConversationKey) -> Conversation:
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            conversation = self._conversations.add(key)
+            self._forget_conversations()
+        return conversation
+
+    def _forget_conversations(self) -> None:
+        forgotten = self._conversations.forget_surplus()
+        if forgotten is not None and forgotten.engine_id:
+            self._effects.append(Record(ConversationForgotten(forgotten.key)))
+
+    def _extend_life(self, conversation: Conversation, now_ns: int) -> None:
+        """Notes a sign of life, which never shortens what a client declared."""
+        conversation.alive_until_ns = max(conversation.alive_until_ns, now_ns + self.config.idle_ns)
+        if conversation.lease is not None:
+            self._arm_lease(conversation.lease)
+
+    def _record_conversation(self, conversation: Conversation, reason: ReleaseReason) -> None:
+        record = ConversationRecord(conversation.engine_id, reason)
+        self._effects.append(Record(ConversationChanged(conversation.key, record)))
+
+    def _unheld(self, conversation: Conversation, verdict: Verdict) -> Resolution:
+        engine = self._engines.get(conversation.engine_id)
+        address = "" if engine is None else engine.info.http_address
+        return Resolution(None, verdict, conversation.engine_id, address, 0)
+
+
+def _strike_received(
+    releasing: OrderedDict[int, tuple[int, ReleaseReason]], echo_sequence: int
+) -> None:
+    """Forgets the releases that an echo shows to have arrived."""
+    while releasing:
+        number, (sequence, _) = next(iter(releasing.items()))
+        if sequence > echo_sequence:
+            return
+        del releasing[number]
+
+
+def _is_closed(conversation: Conversation, now_ns: int) -> bool:
+    """True if the turn that left a retention began before the client ended the conversation."""
+    return conversation.closed and (
+        conversation.turns_in_flight > 0 or now_ns < conversation.alive_until_ns
+    )
+
+
+def _is_newer(lease: Lease, incumbent: Lease) -> bool:
+    """Tells which of two retentions that a Register brought together is the later turn's.
+
+    Grants need no such rule, they come in order of time; turn numbers and, where routers do not
+    agree on them, the length of the history are what is left of that order here.
+    """
+    if lease.turn and incumbent.turn and lease.turn != incumbent.turn:
+        return lease.turn > incumbent.turn
+    return lease.token_count > incumbent.token_count
+
+
+def _past_verdict(lease_id: LeaseId, conversation: Conversation | None) -> Verdict:
+    """Returns why a lease that is gone cannot be read."""
+    if conversation is None or not conversation.engine_id:
+        return Verdict.NO_LEASE
+    last = (conversation.last_incarnation, conversation.last_number)
+    if last == (lease_id.incarnation, lease_id.number):
+        return conversation.verdict
+    return Verdict.RELEASED

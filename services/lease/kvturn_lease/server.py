@@ -1,0 +1,93 @@
+"""The gRPC server of the lease service: one listener, health, reflection, an orderly end."""
+
+from __future__ import annotations
+
+import socket
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvturn.v1 import lease_pb2, lease_pb2_grpc
+from kvturn_lease.telemetry import TracingInterceptor
+
+if TYPE_CHECKING:
+    from kvturn_lease.config import LeaseConfig
+    from kvturn_lease.servicer import LeaseServicer
+    from kvturn_lease.telemetry import Telemetry
+
+_SECOND_NS = 1_000_000_000
+
+
+class ListenError(Exception):
+    """The address cannot be listened on; the message is one line for the operator."""
+
+
+class LeaseServer:
+    """Serves a LeaseServicer until stop()."""
+
+    def __init__(self, config: LeaseConfig, servicer: LeaseServicer, telemetry: Telemetry) -> None:
+        self._config = config
+        self._servicer = servicer
+        traced = telemetry.provider is not None
+        self._server = grpc.aio.server(
+            interceptors=[TracingInterceptor(telemetry.tracer)] if traced else [],
+            options=_options(config),
+            maximum_concurrent_rpcs=config.lessor.engines_max + config.questions_max,
+        )
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        lease_pb2_grpc.add_LeaseServiceServicer_to_server(servicer, self._server)
+        self._name = lease_pb2.DESCRIPTOR.services_by_name["LeaseService"].full_name
+        names = (self._name, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+
+    async def start(self) -> int:
+        """Listens and serves; returns the port. Raises ListenError."""
+        host, port = self._config.host, self._config.port
+        _check_address(host, port)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        try:
+            bound = self._server.add_insecure_port(address)
+        except RuntimeError:
+            raise ListenError(f"cannot listen on {address}") from None
+        await self._server.start()
+        await self._health.set(self._name, health_pb2.HealthCheckResponse.SERVING)
+        return bound
+
+    async def stop(self) -> None:
+        """Ends session streams at once and other calls within the grace, then the listener."""
+        await self._health.enter_graceful_shutdown()
+        self._servicer.close()
+        await self._server.stop(self._config.shutdown_grace_ns / _SECOND_NS)
+
+
+def _options(config: LeaseConfig) -> list[tuple[str, int]]:
+    return [
+        # Two processes on one port would each see half of the sessions.
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", config.message_bytes_max),
+        ("grpc.max_send_message_length", config.message_bytes_max),
+        # Finds connections whose other end is gone without a word.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        # Clients may ping as often as they like: never GOAWAY for too many pings.
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
+
+
+def _check_address(host: str, port: int) -> None:
+    """Binds the address once, because gRPC's own error says neither what failed nor why."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None

@@ -1,0 +1,474 @@
+"""The gRPC shell around the lessor: messages in, the clock read, effects carried out.
+
+It owns the one timer. All of it runs on one event loop, and every step from a message to its
+effects is synchronous, so the core sees one thing after the other.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import TYPE_CHECKING, Any
+
+from grpc.aio import EOF  # type: ignore[attr-defined]
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind
+
+from kvturn.v1 import lease_pb2, lease_pb2_grpc
+from kvturn_lease import wire
+from kvturn_lease.effects import EndSession, Record, ReleaseWaiters, SendToEngine
+from kvturn_lease.errors import (
+    InvalidArgument,
+    LeaseServiceError,
+    RegisterLate,
+    SessionFenced,
+    ShuttingDown,
+)
+from kvturn_lease.session_stream import SessionStream
+from kvturn_lease.status import abort
+from kvturn_lease.telemetry import caller_context
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from kvturn_lease.config import LeaseConfig
+    from kvturn_lease.conversation import ConversationKey
+    from kvturn_lease.lease import Retention
+    from kvturn_lease.lessor import Lessor
+    from kvturn_lease.session import SessionId
+    from kvturn_lease.store import Change, Store
+
+_SECOND_NS = 1_000_000_000
+_RETENTIONS_PER_STEP = 256
+_TRACEPARENT_CHARACTERS_MAX = 64
+
+logger = logging.getLogger("kvturn.lease")
+
+
+class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
+    """Answers kvturn.v1.LeaseService out of a lessor."""
+
+    def __init__(
+        self,
+        config: LeaseConfig,
+        lessor: Lessor,
+        store: Store,
+        clock_ns: Callable[[], int],
+        tracer: trace.Tracer,
+    ) -> None:
+        """`clock_ns` is CLOCK_BOOTTIME: it goes on while the machine is suspended."""
+        self._config = config
+        self._lessor = lessor
+        self._store = store
+        self._clock_ns = clock_ns
+        self._tracer = tracer
+        self._streams: dict[SessionId, SessionStream] = {}
+        self._waiters: dict[ConversationKey, set[asyncio.Future[None]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_ns = 0
+        self._closing = False
+
+    def close(self) -> None:
+        """Ends every session stream with UNAVAILABLE and takes no new one."""
+        self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for stream in list(self._streams.values()):
+            stream.end(ShuttingDown())
+
+    # ---- engine sessions -----------------------------------------------------------------
+
+    async def EngineSession(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Holds one engine's session for as long as its stream."""
+        try:
+            await self._hold_session(context)
+        except LeaseServiceError as error:
+            await abort(context, error)
+
+    async def _hold_session(self, context: Any) -> None:
+        request = await self._first_message(context)
+        if request is None:
+            return
+        session_id = wire.session_id(request)
+        stream = await self._register(session_id, request.register)
+        logger.info(
+            "engine %s registered: session %d, %d retentions",
+            session_id.engine_id,
+            session_id.number,
+            len(request.register.inventory),
+        )
+        del request  # a large inventory need not live as long as the session
+        reader = asyncio.create_task(self._receive(session_id, context))
+        writer = asyncio.create_task(stream.write_all(context.write))
+        try:
+            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
+            error = next((task.exception() for task in done if task.exception()), None)
+        finally:
+            self._end_session(session_id, stream)
+            reader.cancel()
+            writer.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        logger.info(
+            "engine %s: session %d ended: %s",
+            session_id.engine_id,
+            session_id.number,
+            error or "the engine closed its stream",
+        )
+        if isinstance(error, LeaseServiceError):
+            raise error
+        if error is not None and not context.done():
+            raise error
+
+    async def _first_message(self, context: Any) -> lease_pb2.EngineSessionRequest | None:
+        if self._closing:
+            raise ShuttingDown
+        try:
+            async with asyncio.timeout(self._config.lessor.session_ttl_ns / _SECOND_NS):
+                request = await context.read()
+        except TimeoutError:
+            raise RegisterLate from None
+        if request is EOF:
+            return None
+        assert isinstance(request, lease_pb2.EngineSessionRequest)
+        return request
+
+    async def _register(
+        self, session_id: SessionId, register: lease_pb2.RegisterEngine
+    ) -> SessionStream:
+        info = wire.engine_info(register.engine)
+        quiet_ns = wire.quiet_ns(register)
+        inventory: list[Retention] = []
+        for index, message in enumerate(register.inventory):
+            if index % _RETENTIONS_PER_STEP == _RETENTIONS_PER_STEP - 1:
+                await asyncio.sleep(0)  # let questions through while a large inventory is read
+            inventory.append(wire.retention(message, f"register.inventory[{index}]"))
+        if self._closing:
+            raise ShuttingDown
+        stream = SessionStream(self._config.queued_messages_max)
+        with self._now() as now_ns:
+            self._lessor.register(
+                session_id,
+                info,
+                inventory,
+                quiet_ns=quiet_ns,
+                previous_term=register.previous_term,
+                now_ns=now_ns,
+            )
+            self._streams[session_id] = stream
+        return stream
+
+    async def _receive(self, session_id: SessionId, context: Any) -> None:
+        """Feeds the lessor until the engine closes its side. Raises what the lessor raises."""
+        while (request := await context.read()) is not EOF:
+            if request.session_number != session_id.number:
+                raise InvalidArgument("session_number", "must be the one of register")
+            self._on_message(session_id, request)
+
+    def _on_message(self, session_id: SessionId, request: lease_pb2.EngineSessionRequest) -> None:
+        match request.WhichOneof("message"):
+            case "heartbeat":
+                self._on_heartbeat(session_id, request.sequence, request.heartbeat)
+            case "grant":
+                self._on_grant(session_id, request.sequence, request.grant)
+            case "freed":
+                lease_id, reason = wire.freed(request.freed)
+                with self._now() as now_ns:
+                    self._lessor.freed(session_id, request.sequence, lease_id, reason, now_ns)
+            case "register":
+                raise InvalidArgument("message", "must not be register on a session that is open")
+            case _:
+                raise InvalidArgument("message", "must be set")
+
+    def _on_heartbeat(
+        self, session_id: SessionId, sequence: int, heartbeat: lease_pb2.Heartbeat
+    ) -> None:
+        withdrawn = wire.withdrawn(heartbeat, self._config.lessor.leases_per_engine_max)
+        with self._now() as now_ns:
+            self._lessor.heartbeat(
+                session_id,
+                sequence,
+                echo_term=heartbeat.echo_term,
+                echo_sequence=heartbeat.echo_sequence,
+                withdrawn=withdrawn,
+                memory=wire.memory(heartbeat),
+                now_ns=now_ns,
+            )
+
+    def _on_grant(self, session_id: SessionId, sequence: int, grant: lease_pb2.Grant) -> None:
+        lease_id = wire.lease_id(grant.retention.lease_id, "grant.retention.lease_id")
+        traceparent = grant.traceparent[:_TRACEPARENT_CHARACTERS_MAX]
+        with self._tracer.start_as_current_span(
+            "Grant", context=caller_context(traceparent), kind=SpanKind.SERVER
+        ):
+            try:
+                retention = wire.retention(grant.retention, "grant.retention")
+            except InvalidArgument as error:
+                logger.warning("engine %s: grant refused: %s", session_id.engine_id, error)
+                _annotate({"kvturn.lease_id": str(lease_id), "kvturn.refused": error.field})
+                with self._now() as now_ns:
+                    self._lessor.refuse_grant(
+                        session_id, sequence, lease_id, "RETENTION_INVALID", now_ns
+                    )
+                return
+            _annotate(
+                {
+                    **_naming(retention.conversation),
+                    "kvturn.lease_id": str(lease_id),
+                    "kvturn.decode.engine": session_id.engine_id,
+                    "kvturn.turn": retention.turn,
+                    "kvturn.retained_tokens": retention.token_count,
+                    "kvturn.prompt_tokens": grant.retention.prompt_tokens,
+                    "kvturn.local_tokens": grant.retention.local_cached_tokens,
+                }
+            )
+            with self._now() as now_ns:
+                self._lessor.grant(session_id, sequence, retention, now_ns)
+
+    def _end_session(self, session_id: SessionId, stream: SessionStream) -> None:
+        if self._streams.get(session_id) is stream:
+            del self._streams[session_id]
+        stream.end(SessionFenced())
+        with self._now() as now_ns:
+            self._lessor.close_session(session_id, now_ns)
+
+    # ---- questions -----------------------------------------------------------------------
+
+    async def ResolveConversation(
+        self, request: lease_pb2.ResolveConversationRequest, context: Any
+    ) -> lease_pb2.ResolveConversationResponse:
+        """Tells which engine holds a conversation's KV, and under which lease."""
+        try:
+            key = wire.conversation_key(request.conversation, "conversation")
+            wait_ns = wire.resolve_wait_ns(request)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        if wait_ns > 0:
+            await self._await_turn(key, request.expected_turn, wait_ns)
+        with self._now() as now_ns:
+            resolution = self._lessor.resolve(key, now_ns)
+        response = wire.resolution(resolution, self._config.lessor.longest_read_ns)
+        _annotate(
+            {
+                **_naming(key),
+                "kvturn.lease_id": response.lease_id,
+                "kvturn.verdict": resolution.verdict.name.lower(),
+                "kvturn.decode.engine": resolution.engine_id,
+            }
+        )
+        return response
+
+    async def BeginRead(
+        self, request: lease_pb2.BeginReadRequest, context: Any
+    ) -> lease_pb2.BeginReadResponse:
+        """Grants the one right to read a lease, or says why not."""
+        try:
+            lease_id = wire.lease_id(request.lease_id)
+            key = wire.conversation_key(request.conversation, "conversation")
+            reader = wire.reader_engine_id(request)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        with self._now() as now_ns:
+            answer = self._lessor.begin_read(lease_id, key, now_ns)
+        _annotate(
+            {
+                **_naming(key),
+                "kvturn.lease_id": request.lease_id,
+                "kvturn.granted": not answer.verdict,
+                "kvturn.verdict": answer.verdict.name.lower(),
+                "kvturn.prefill.engine": reader,
+            }
+        )
+        return wire.read_answer(answer, request, self._config.lessor.longest_read_ns)
+
+    async def EndRead(
+        self, request: lease_pb2.EndReadRequest, context: Any
+    ) -> lease_pb2.EndReadResponse:
+        """Notes how a read ended."""
+        try:
+            lease_id = wire.lease_id(request.lease_id)
+            outcome = wire.read_outcome(request)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        with self._now() as now_ns:
+            self._lessor.end_read(lease_id, outcome, now_ns)
+        _annotate(
+            {
+                "kvturn.lease_id": request.lease_id,
+                "kvturn.read_outcome": outcome.name.lower(),
+                "kvturn.reused_tokens": request.reused_tokens,
+                "kvturn.read_bytes": min(request.read_bytes, 2**63 - 1),
+                "kvturn.read_ms": request.read_time.ToMicroseconds() / 1_000,
+            }
+        )
+        return lease_pb2.EndReadResponse()
+
+    async def TouchConversation(
+        self, request: lease_pb2.TouchConversationRequest, context: Any
+    ) -> lease_pb2.TouchConversationResponse:
+        """Notes a sign of life, and that a turn began or ended."""
+        try:
+            key = wire.conversation_key(request.conversation, "conversation")
+            delta = wire.turns_delta(request)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        _annotate(_naming(key))
+        with self._now() as now_ns:
+            self._lessor.touch(key, delta, now_ns)
+        return lease_pb2.TouchConversationResponse()
+
+    async def KeepConversationAlive(
+        self, request: lease_pb2.KeepConversationAliveRequest, context: Any
+    ) -> lease_pb2.KeepConversationAliveResponse:
+        """Keeps a conversation from becoming idle for a while."""
+        try:
+            key = wire.conversation_key(request.conversation, "conversation")
+            absence_ns = wire.absence_ns(request)
+            _annotate(_naming(key))
+            with self._now() as now_ns:
+                kept_ns = self._lessor.keep_alive(key, absence_ns, now_ns)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        return lease_pb2.KeepConversationAliveResponse(kept=wire.duration(kept_ns))
+
+    async def EndConversation(
+        self, request: lease_pb2.EndConversationRequest, context: Any
+    ) -> lease_pb2.EndConversationResponse:
+        """Ends a conversation's lease."""
+        try:
+            key = wire.conversation_key(request.conversation, "conversation")
+        except LeaseServiceError as error:
+            await abort(context, error)
+        _annotate(_naming(key))
+        with self._now() as now_ns:
+            ended = self._lessor.end_conversation(key, now_ns)
+        return lease_pb2.EndConversationResponse(leases_ended=ended)
+
+    async def GetLease(
+        self, request: lease_pb2.GetLeaseRequest, context: Any
+    ) -> lease_pb2.GetLeaseResponse:
+        """Returns one lease."""
+        try:
+            lease_id = wire.lease_id(request.lease_id)
+            with self._now() as now_ns:
+                view = self._lessor.get_lease(lease_id, now_ns)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        return lease_pb2.GetLeaseResponse(lease=wire.lease(view))
+
+    async def ListLeases(
+        self, request: lease_pb2.ListLeasesRequest, context: Any
+    ) -> lease_pb2.ListLeasesResponse:
+        """Returns a page of leases in order of lease id."""
+        try:
+            engine_id, key, page_size, token = wire.page(request)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        with self._now() as now_ns:
+            views = self._lessor.list_leases(
+                engine_id=engine_id, key=key, after=token, count_max=page_size + 1, now_ns=now_ns
+            )
+        page = [wire.lease(view) for view in views[:page_size]]
+        more = len(views) > page_size
+        return lease_pb2.ListLeasesResponse(
+            leases=page, next_page_token=page[-1].lease_id if more else ""
+        )
+
+    async def RevokeLease(
+        self, request: lease_pb2.RevokeLeaseRequest, context: Any
+    ) -> lease_pb2.RevokeLeaseResponse:
+        """Ends a lease on an operator's word."""
+        try:
+            lease_id = wire.lease_id(request.lease_id)
+            with self._now() as now_ns:
+                self._lessor.revoke(lease_id, now_ns)
+        except LeaseServiceError as error:
+            await abort(context, error)
+        logger.info("lease %s revoked", lease_id)
+        return lease_pb2.RevokeLeaseResponse()
+
+    async def ListEngines(
+        self, request: lease_pb2.ListEnginesRequest, context: Any
+    ) -> lease_pb2.ListEnginesResponse:
+        """Returns the engines with a live session."""
+        with self._now() as now_ns:
+            views = self._lessor.list_engines(now_ns)
+        return wire.engines(views)
+
+    # ---- the lessor's hands --------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _now(self) -> Iterator[int]:
+        """Reads the clock for one step of the lessor and carries out what it asks for."""
+        try:
+            yield self._clock_ns()
+        finally:
+            self._carry_out()
+            self._arm_timer()
+
+    def _carry_out(self) -> None:
+        changes: list[Change] = []
+        for effect in self._lessor.drain():
+            match effect:
+                case SendToEngine(session=session_id):
+                    stream = self._streams.get(session_id)
+                    if stream is not None:
+                        stream.send(
+                            wire.engine_message(effect, self._lessor.term, self._config.lessor)
+                        )
+                case EndSession(session=session_id, error=error):
+                    stream = self._streams.get(session_id)
+                    if stream is not None:
+                        stream.end(error)
+                case ReleaseWaiters(conversation=key):
+                    for waiter in self._waiters.get(key, ()):
+                        if not waiter.done():
+                            waiter.set_result(None)
+                case Record(change=change):
+                    changes.append(change)
+        if changes:
+            self._store.record(changes)
+
+    def _arm_timer(self) -> None:
+        """Sees to it that expire() is called when the next deadline comes."""
+        next_ns = self._lessor.next_deadline_ns()
+        if self._timer is not None:
+            if next_ns is not None and self._timer_ns <= next_ns:
+                return  # wakes early enough, and will be armed anew then
+            self._timer.cancel()
+            self._timer = None
+        if next_ns is not None and not self._closing:
+            self._timer_ns = next_ns
+            delay_s = max(0, next_ns - self._clock_ns()) / _SECOND_NS
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        with self._now() as now_ns:
+            self._lessor.expire(now_ns)
+
+    async def _await_turn(self, key: ConversationKey, turn: int, wait_ns: int) -> None:
+        """Waits until a retention of the turn is announced, for `wait_ns` at most."""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_ns / _SECOND_NS):
+                while self._lessor.awaits_turn(key, turn, self._clock_ns()):
+                    waiter: asyncio.Future[None] = loop.create_future()
+                    waiters = self._waiters.setdefault(key, set())
+                    waiters.add(waiter)
+                    try:
+                        await waiter
+                    finally:
+                        waiters.discard(waiter)
+                        if not waiters:
+                            self._waiters.pop(key, None)
+
+
+def _annotate(attributes: dict[str, str | int | float | bool]) -> None:
+    span = trace.get_current_span()
+    if span.is_recording():
+        span.set_attributes(attributes)
+
+
+def _naming(key: ConversationKey) -> dict[str, str | int | float | bool]:
+    return {"gen_ai.conversation.id": key.conversation_id, "gen_ai.request.model": key.model}

@@ -1,0 +1,388 @@
+"""Protobuf messages to the core's values and back; every field that comes in is checked here.
+
+Readers raise InvalidArgument naming the field as the proto does, before anything has changed.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, cast
+
+from google.protobuf.duration_pb2 import Duration
+
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_lease.conversation import ConversationKey
+from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
+from kvturn_lease.errors import InvalidArgument
+from kvturn_lease.lease import LeaseId, Retention
+from kvturn_lease.session import EngineInfo, KvMemory, SessionId
+from kvturn_lease.verdict import ReadOutcome, ReleaseReason
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvturn_lease.config import LessorConfig
+    from kvturn_lease.effects import SendToEngine
+    from kvturn_lease.lease import LeaseView
+    from kvturn_lease.lessor import ReadAnswer, Resolution
+    from kvturn_lease.session import EngineView
+    from kvturn_lease.verdict import Verdict
+
+_SECOND_NS = 1_000_000_000
+
+_LEASE_ID = re.compile(r"([^.]+)\.(0|[1-9]\d{0,19})\.([1-9]\d{0,19})", re.ASCII)
+LEASE_ID_BYTES_MAX = 128
+_INCARNATION_BYTES_MAX = 64
+_ENGINE_ID_BYTES_MAX = 128
+_KEY_PART_BYTES_MAX = 256
+_TEXT_BYTES_MAX = 2_048
+
+TOKENS_MAX = 16_777_216
+DIGEST_STRIDE_TOKENS = 16
+DIGEST_BYTES = 16
+_GROUPS_MAX = 256
+_BLOCK_SIZE_MAX = 65_536
+_NUMBER_MAX = 2**63 - 1
+
+PAGE_SIZE_MAX = 1_000
+_PAGE_SIZE_DEFAULT = 100
+RESOLVE_WAIT_MAX_NS = _SECOND_NS
+
+_WITHDRAW_REASONS = (ReleaseReason.PRESSURE, ReleaseReason.EXPIRED, ReleaseReason.SUPERSEDED)
+_FREED_REASONS = (ReleaseReason.CONSUMED, ReleaseReason.EXPIRED)
+
+# ---- single values ---------------------------------------------------------------------------
+
+
+def _check(holds: bool, field: str, problem: str) -> None:
+    if not holds:
+        raise InvalidArgument(field, problem)
+
+
+def _check_text(text: str, field: str, least: int, most: int) -> None:
+    # A character takes 1 to 4 bytes, so most texts need not be encoded to be measured.
+    fits = least <= len(text) and (4 * len(text) <= most or len(text.encode()) <= most)
+    _check(fits, field, f"must be {least} to {most} bytes")
+
+
+def span_ns(span: Duration, field: str) -> int:
+    """Reads a span of 0 or more. Raises InvalidArgument."""
+    fits = 0 <= span.seconds <= 315_576_000_000 and 0 <= span.nanos < _SECOND_NS
+    _check(fits, field, "must be a duration of 0 or more")
+    return span.seconds * _SECOND_NS + span.nanos
+
+
+def duration(span_in_ns: int) -> Duration:
+    """Writes a span."""
+    seconds, nanos = divmod(span_in_ns, _SECOND_NS)
+    return Duration(seconds=seconds, nanos=nanos)
+
+
+def lease_id(text: str, field: str = "lease_id") -> LeaseId:
+    """Reads "<incarnation>.<retention number>.<session number>". Raises InvalidArgument."""
+    match = _LEASE_ID.fullmatch(text) if len(text) <= LEASE_ID_BYTES_MAX else None
+    if match is None or len(match[1].encode()) > _INCARNATION_BYTES_MAX:
+        raise InvalidArgument(
+            field, 'must be "<incarnation>.<retention number>.<session number>" of the API'
+        )
+    return LeaseId(match[1], int(match[2]), int(match[3]))
+
+
+def conversation_key(message: common_pb2.ConversationKey, field: str) -> ConversationKey:
+    """Reads a conversation's name. Raises InvalidArgument."""
+    _check_text(message.tenant, f"{field}.tenant", 0, _KEY_PART_BYTES_MAX)
+    _check_text(message.model, f"{field}.model", 1, _KEY_PART_BYTES_MAX)
+    _check_text(message.conversation_id, f"{field}.conversation_id", 1, _KEY_PART_BYTES_MAX)
+    return ConversationKey(message.tenant, message.model, message.conversation_id)
+
+
+# ---- what engines send -----------------------------------------------------------------------
+
+
+def session_id(request: lease_pb2.EngineSessionRequest) -> SessionId:
+    """Reads the session that a Register opens, and checks the engine's description.
+
+    Raises InvalidArgument.
+    """
+    _check(request.WhichOneof("message") == "register", "message", "must be register at first")
+    _check(
+        1 <= request.session_number <= _NUMBER_MAX,
+        "session_number",
+        "must be 1 to 2^63-1",
+    )
+    _check(request.sequence == 1, "sequence", "must be 1 for register")
+    _check(request.register.HasField("engine"), "register.engine", "must be set")
+    engine = request.register.engine
+    field = "register.engine"
+    _check_text(engine.engine_id, f"{field}.engine_id", 1, _ENGINE_ID_BYTES_MAX)
+    _check_text(engine.incarnation, f"{field}.incarnation", 1, _INCARNATION_BYTES_MAX)
+    _check("." not in engine.incarnation, f"{field}.incarnation", 'must not contain "."')
+    return SessionId(engine.engine_id, engine.incarnation, request.session_number)
+
+
+def engine_info(engine: lease_pb2.EngineDescription) -> EngineInfo:
+    """Reads what an engine says about itself. Raises InvalidArgument."""
+    field = "register.engine"
+    roles = (
+        common_pb2.ENGINE_ROLE_PREFILL,
+        common_pb2.ENGINE_ROLE_DECODE,
+        common_pb2.ENGINE_ROLE_BOTH,
+    )
+    _check(engine.role in roles, f"{field}.role", "must be PREFILL, DECODE or BOTH")
+    address = engine.http_address
+    _check_text(address, f"{field}.http_address", 0, _TEXT_BYTES_MAX)
+    _check(
+        not address or address.startswith(("http://", "https://")),
+        f"{field}.http_address",
+        "must start with http:// or https://",
+    )
+    for name in ("model", "vllm_version", "connector_version"):
+        _check_text(getattr(engine, name), f"{field}.{name}", 0, _TEXT_BYTES_MAX)
+    retains = engine.role != common_pb2.ENGINE_ROLE_PREFILL
+    _check(
+        engine.HasField("nixl") or not retains,
+        f"{field}.nixl",
+        "must be set: an engine that decodes is read from",
+    )
+    if engine.HasField("nixl"):
+        _check_nixl(engine.nixl, f"{field}.nixl")
+    return EngineInfo(address, retains, engine.SerializeToString(), engine.nixl.SerializeToString())
+
+
+def _check_nixl(nixl: common_pb2.NixlAddress, field: str) -> None:
+    _check_text(nixl.nixl_engine_id, f"{field}.nixl_engine_id", 1, _TEXT_BYTES_MAX)
+    _check_text(nixl.host, f"{field}.host", 1, _TEXT_BYTES_MAX)
+    _check(1 <= nixl.port <= 65_535, f"{field}.port", "must be 1 to 65535")
+    _check(nixl.tp_size >= 1, f"{field}.tp_size", "must be at least 1")
+    _check(nixl.dcp_size >= 1, f"{field}.dcp_size", "must be at least 1")
+    _check(nixl.pp_size >= 1, f"{field}.pp_size", "must be at least 1")
+
+
+def retention(message: common_pb2.Retention, field: str) -> Retention:
+    """Reads a retention. Raises InvalidArgument.
+
+    How many blocks it may have is the core's to judge. What only the reader needs stays
+    serialized; the names are left out of it, they are kept once, by the core.
+    """
+    key = conversation_key(message.conversation, f"{field}.conversation")
+    _check(
+        1 <= message.token_count <= TOKENS_MAX, f"{field}.token_count", f"must be 1 to {TOKENS_MAX}"
+    )
+    _check(
+        1 <= message.block_size <= _BLOCK_SIZE_MAX,
+        f"{field}.block_size",
+        f"must be 1 to {_BLOCK_SIZE_MAX}",
+    )
+    _check(
+        1 <= len(message.groups) <= _GROUPS_MAX, f"{field}.groups", f"must be 1 to {_GROUPS_MAX}"
+    )
+    block_count = sum(len(group.block_ids) for group in message.groups)
+    _check(block_count > 0, f"{field}.groups", "must hold a block")
+    _check_digests(message.digests, message.token_count, f"{field}.digests")
+    named = lease_id(message.lease_id, f"{field}.lease_id")
+    payload = common_pb2.Retention()
+    payload.CopyFrom(message)
+    payload.ClearField("lease_id")
+    payload.ClearField("conversation")
+    return Retention(
+        named, key, message.token_count, block_count, message.turn, payload.SerializeToString()
+    )
+
+
+def _check_digests(digests: common_pb2.TokenDigests, token_count: int, field: str) -> None:
+    _check(
+        digests.stride_tokens == DIGEST_STRIDE_TOKENS,
+        f"{field}.stride_tokens",
+        f"must be {DIGEST_STRIDE_TOKENS}",
+    )
+    _check(digests.digest_bytes == DIGEST_BYTES, f"{field}.digest_bytes", f"must be {DIGEST_BYTES}")
+    points = -(-token_count // DIGEST_STRIDE_TOKENS)
+    _check(
+        len(digests.values) == points * DIGEST_BYTES,
+        f"{field}.values",
+        "must hold one digest per started stride of token_count",
+    )
+
+
+def quiet_ns(register: lease_pb2.RegisterEngine) -> int | None:
+    """Reads the time since the engine last vouched; None if never. Raises InvalidArgument."""
+    if not register.HasField("quiet"):
+        return None
+    return span_ns(register.quiet, "register.quiet")
+
+
+def withdrawn(
+    heartbeat: lease_pb2.Heartbeat, count_max: int
+) -> list[tuple[LeaseId, ReleaseReason]]:
+    """Reads the leases that a heartbeat gives up. Raises InvalidArgument."""
+    field = "heartbeat.withdrawn"
+    _check(len(heartbeat.withdrawn) <= count_max, field, f"must be at most {count_max}")
+    leases = []
+    for index, each in enumerate(heartbeat.withdrawn):
+        _check(
+            int(each.reason) in _WITHDRAW_REASONS,
+            f"{field}[{index}].reason",
+            "must be PRESSURE, EXPIRED or SUPERSEDED",
+        )
+        named = lease_id(each.lease_id, f"{field}[{index}].lease_id")
+        leases.append((named, ReleaseReason(each.reason)))
+    return leases
+
+
+def memory(heartbeat: lease_pb2.Heartbeat) -> KvMemory | None:
+    """Reads the engine's KV memory, None if it told none."""
+    if not heartbeat.HasField("memory"):
+        return None
+    told = heartbeat.memory
+    return KvMemory(told.total_blocks, told.free_blocks, told.retained_blocks)
+
+
+def freed(message: lease_pb2.RetentionFreed) -> tuple[LeaseId, ReleaseReason]:
+    """Reads a retention that its engine freed by itself. Raises InvalidArgument."""
+    _check(int(message.reason) in _FREED_REASONS, "freed.reason", "must be CONSUMED or EXPIRED")
+    return lease_id(message.lease_id, "freed.lease_id"), ReleaseReason(message.reason)
+
+
+# ---- what readers, routers and operators ask -------------------------------------------------
+
+
+def read_outcome(request: lease_pb2.EndReadRequest) -> ReadOutcome:
+    """Reads how a read ended. Raises InvalidArgument."""
+    _check(
+        int(request.outcome) in list(ReadOutcome), "outcome", "must be set to an outcome of the API"
+    )
+    span_ns(request.read_time, "read_time")
+    return ReadOutcome(request.outcome)
+
+
+def reader_engine_id(request: lease_pb2.BeginReadRequest) -> str:
+    """Reads who asks; may be empty. Raises InvalidArgument."""
+    _check_text(request.reader_engine_id, "reader_engine_id", 0, _ENGINE_ID_BYTES_MAX)
+    return request.reader_engine_id
+
+
+def turns_delta(request: lease_pb2.TouchConversationRequest) -> int:
+    """Reads the change to the turns in flight. Raises InvalidArgument."""
+    delta = request.turns_in_flight_delta
+    _check(delta in (-1, 0, 1), "turns_in_flight_delta", "must be -1, 0 or 1")
+    return delta
+
+
+def absence_ns(request: lease_pb2.KeepConversationAliveRequest) -> int | None:
+    """Reads how long the client is away, None if it did not say. Raises InvalidArgument."""
+    return span_ns(request.absence, "absence") if request.HasField("absence") else None
+
+
+def resolve_wait_ns(request: lease_pb2.ResolveConversationRequest) -> int:
+    """Reads how long an answer may wait for a grant. Raises InvalidArgument."""
+    return min(span_ns(request.wait, "wait"), RESOLVE_WAIT_MAX_NS)
+
+
+def page(
+    request: lease_pb2.ListLeasesRequest,
+) -> tuple[str, ConversationKey | None, int, str]:
+    """Reads (engine id, conversation, page size, page token). Raises InvalidArgument."""
+    _check_text(request.engine_id, "engine_id", 0, _ENGINE_ID_BYTES_MAX)
+    key = None
+    if request.HasField("conversation"):
+        key = conversation_key(request.conversation, "conversation")
+    _check(request.page_size <= PAGE_SIZE_MAX, "page_size", f"must be 1 to {PAGE_SIZE_MAX}, or 0")
+    if request.page_token:
+        lease_id(request.page_token, "page_token")
+    return request.engine_id, key, request.page_size or _PAGE_SIZE_DEFAULT, request.page_token
+
+
+# ---- answers ---------------------------------------------------------------------------------
+
+
+def _reason(reason: ReleaseReason) -> common_pb2.ReleaseReason:
+    return cast("common_pb2.ReleaseReason", int(reason))
+
+
+def _verdict(verdict: Verdict) -> common_pb2.Verdict:
+    return cast("common_pb2.Verdict", int(verdict))
+
+
+def engine_message(
+    send: SendToEngine, term: int, config: LessorConfig
+) -> lease_pb2.EngineSessionResponse:
+    """Writes a message on an engine's session."""
+    response = lease_pb2.EngineSessionResponse(
+        term=term, sequence=send.sequence, session_number=send.session.number
+    )
+    match send.message:
+        case Registered():
+            response.registered.session_ttl.CopyFrom(duration(config.session_ttl_ns))
+            response.registered.longest_read.CopyFrom(duration(config.longest_read_ns))
+            response.registered.heartbeat_interval.CopyFrom(duration(config.heartbeat_ns))
+        case HeartbeatAck():
+            response.heartbeat_ack.SetInParent()
+        case Release(lease_id=named, reason=reason):
+            response.release.lease_id = str(named)
+            response.release.reason = _reason(reason)
+        case GrantRefused(lease_id=named, reason=text):
+            response.grant_refused.lease_id = str(named)
+            response.grant_refused.reason = text
+    return response
+
+
+def resolution(resolved: Resolution, longest_read_ns: int) -> lease_pb2.ResolveConversationResponse:
+    """Writes who holds a conversation."""
+    return lease_pb2.ResolveConversationResponse(
+        lease_id="" if resolved.lease_id is None else str(resolved.lease_id),
+        verdict=_verdict(resolved.verdict),
+        engine_id=resolved.engine_id,
+        http_address=resolved.http_address,
+        token_count=resolved.token_count,
+        longest_read=duration(longest_read_ns),
+    )
+
+
+def read_answer(
+    answer: ReadAnswer, request: lease_pb2.BeginReadRequest, longest_read_ns: int
+) -> lease_pb2.BeginReadResponse:
+    """Writes the answer to the one question that hands out blocks."""
+    if answer.verdict:
+        return lease_pb2.BeginReadResponse(granted=False, verdict=_verdict(answer.verdict))
+    response = lease_pb2.BeginReadResponse(granted=True, longest_read=duration(longest_read_ns))
+    response.retention.ParseFromString(answer.payload)
+    response.retention.lease_id = request.lease_id
+    response.retention.conversation.CopyFrom(request.conversation)
+    response.nixl.ParseFromString(answer.nixl)
+    return response
+
+
+def lease(view: LeaseView) -> lease_pb2.Lease:
+    """Writes a lease as an operator sees it."""
+    message = lease_pb2.Lease(
+        lease_id=str(view.lease_id),
+        conversation=common_pb2.ConversationKey(**view.conversation._asdict()),
+        engine_id=view.engine_id,
+        state=cast("lease_pb2.Lease.State", int(view.state)),
+        release_reason=_reason(view.end_reason),
+        token_count=view.token_count,
+        block_count=view.block_count,
+        age=duration(view.age_ns),
+    )
+    if view.idle_in_ns is not None:
+        message.idle_in.CopyFrom(duration(view.idle_in_ns))
+    if view.reading_for_ns is not None:
+        message.reading_for.CopyFrom(duration(view.reading_for_ns))
+    return message
+
+
+def engines(views: Sequence[EngineView]) -> lease_pb2.ListEnginesResponse:
+    """Writes the live engines."""
+    response = lease_pb2.ListEnginesResponse()
+    for view in views:
+        engine = response.engines.add(
+            session_number=view.session_number,
+            lease_count=view.lease_count,
+            last_heartbeat_age=duration(view.heartbeat_age_ns),
+        )
+        engine.description.ParseFromString(view.description)
+        if view.memory is not None:
+            engine.memory.total_blocks = view.memory.total_blocks
+            engine.memory.free_blocks = view.memory.free_blocks
+            engine.memory.retained_blocks = view.memory.retained_blocks
+    return response
