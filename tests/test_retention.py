@@ -11,7 +11,6 @@ PRESSURE = common_pb2.RELEASE_REASON_PRESSURE
 CONSUMED = common_pb2.RELEASE_REASON_CONSUMED
 EXPIRED = common_pb2.RELEASE_REASON_EXPIRED
 ENGINE_LOST = common_pb2.RELEASE_REASON_ENGINE_LOST
-REVOKED = common_pb2.RELEASE_REASON_REVOKED
 
 HOLD_NS = 100
 MAX_HOLD_NS = 10_000
@@ -235,3 +234,28 @@ def test_last_vouched_is_that_of_the_freshest() -> None:
     retentions.withdraw(1, PRESSURE)
     retentions.vouch(now_ns=30)
     assert retentions.last_vouched_ns == 20
+
+
+def test_refused_grant_is_freed_at_once() -> None:
+    """It was new in this session, so nobody was ever allowed to read it."""
+    retentions = make()
+    retentions.begin_session(1, now_ns=0)
+    retentions.retain(1, offer(), now_ns=0)
+    assert not retentions.refuse("inc.1.1")
+    assert not retentions.refuse("inc.1.1")
+    assert retentions.take_freed() == [Freed(1, PRESSURE)]
+
+
+def test_refused_retention_of_an_earlier_session_is_only_withdrawn() -> None:
+    """A reader of the earlier session may remain: rule 10 knows no other reason to free."""
+    retentions = make()
+    retentions.begin_session(1, now_ns=0)
+    retentions.retain(1, offer(), now_ns=0)
+    retentions.begin_session(2, now_ns=10)
+    assert not retentions.refuse("inc.1.1")
+    assert retentions.refuse("inc.1.2")
+    assert not retentions.refuse("inc.1.2")
+    assert retentions.take_freed() == []
+    assert [one.number for one in retentions.withdrawals()] == [1]
+    retentions.expire(now_ns=10 + HOLD_NS)
+    assert retentions.take_freed() == [Freed(1, PRESSURE)]

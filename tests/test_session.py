@@ -110,3 +110,19 @@ def test_hold_is_k_times_ttl_and_read_and_never_shrinks() -> None:
     engine.open(START_NS + 1)
     Service(engine, 2, term=8).registered(START_NS + 1, ttl_ns=NS_PER_S, read_ns=NS_PER_S)
     assert engine.hold_after_vouch_ns == hold_ns
+
+
+def test_refused_grant_is_freed_and_a_refused_inventory_withdrawn() -> None:
+    """Only what was never offered before can go at once; the other waits for its readers."""
+    engine = make()
+    service = begin(engine, START_NS)
+    retain(engine, 1, START_NS)
+    retain(engine, 2, START_NS)
+    assert service.refuse("inc.2.1", START_NS) == []
+    assert freed(engine) == [2]
+    engine.close()
+    service = begin(engine, START_NS + 1, number=2)
+    assert withdrawn_in(service.refuse("inc.1.2", START_NS + 2)) == [("inc.1.2", PRESSURE)]
+    assert freed(engine) == []
+    service.release("inc.1.2", START_NS + 3)
+    assert freed(engine) == [1]

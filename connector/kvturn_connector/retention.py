@@ -41,6 +41,8 @@ class Retained:
     offer: common_pb2.Retention
     """What a reader is told; its lease id changes with each session."""
     retained_ns: int
+    first_session_number: int
+    """The session that its Grant belongs to, or the last one before it if there was none open."""
     vouched_ns: int
     """When this engine last vouched for it by itself (Grant); a session's register and heartbeats
     vouch for all that are not withdrawn."""
@@ -126,7 +128,7 @@ class Retentions:
         if len(self) >= self._retentions_max:
             self._freed.append(Freed(number, common_pb2.RELEASE_REASON_PRESSURE))
             return None
-        one = Retained(number, offer, retained_ns=now_ns, vouched_ns=now_ns)
+        one = Retained(number, offer, now_ns, self._session_number, vouched_ns=now_ns)
         self._by_number[number] = one
         self._rename(one)
         return one
@@ -148,6 +150,21 @@ class Retentions:
         self._free(self._by_number[number], reason)
         return True
 
+    def refuse(self, lease_id: str) -> bool:
+        """The lease service did not take a retention. True if that withdrew it.
+
+        One that is new in this session was never readable: it is freed. One that an earlier
+        session offered may be being read: it is withdrawn.
+        """
+        number = self._number_by_lease.get(lease_id)
+        if number is None:
+            return False
+        one = self._by_number[number]
+        if one.first_session_number != self._session_number:
+            return self.withdraw(number, common_pb2.RELEASE_REASON_PRESSURE)
+        self._free(one, common_pb2.RELEASE_REASON_PRESSURE)
+        return False
+
     def expire(self, now_ns: int) -> bool:
         """Case (c), and the longest hold. True if anything was withdrawn."""
         withdrawn = False
@@ -157,11 +174,6 @@ class Retentions:
             elif not one.withdrawn and now_ns >= one.retained_ns + self._max_hold_ns:
                 withdrawn |= self.withdraw(one.number, common_pb2.RELEASE_REASON_EXPIRED)
         return withdrawn
-
-    def free_all(self, reason: int) -> None:
-        """Frees everything: the engine's KV is gone (cache reset), so nothing can be read."""
-        for one in list(self):
-            self._free(one, reason)
 
     def withdrawals(self) -> list[Retained]:
         """Retentions of the current session that are given up but not yet released."""

@@ -121,8 +121,8 @@ class EngineSession:
         if kind == "release":
             self.retentions.free(response.release.lease_id, response.release.reason)
         elif kind == "grant_refused":
-            # Never granted, hence never readable: it can go at once.
-            self.retentions.free(response.grant_refused.lease_id, common_pb2.RELEASE_REASON_REVOKED)
+            withdrawn = self.retentions.refuse(response.grant_refused.lease_id)
+            return [self._heartbeat(now_ns)] if withdrawn and self._registered else []
         return []
 
     def tick(self, now_ns: int) -> list[lease_pb2.EngineSessionRequest]:
