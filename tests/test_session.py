@@ -126,3 +126,15 @@ def test_refused_grant_is_freed_and_a_refused_inventory_withdrawn() -> None:
     assert freed(engine) == []
     service.release("inc.1.2", START_NS + 3)
     assert freed(engine) == [1]
+
+
+def test_many_withdrawals_make_one_heartbeat() -> None:
+    """Each heartbeat lists all that is withdrawn: one per retention would be quadratic."""
+    engine = make()
+    begin(engine, START_NS)
+    for number in (1, 2, 3):
+        retain(engine, number, START_NS)
+    said = withdrawn_in(engine.withdraw_all({1: PRESSURE, 3: EXPIRED, 9: PRESSURE}, START_NS + 1))
+    assert said == [("inc.1.1", PRESSURE), ("inc.3.1", EXPIRED)]
+    assert engine.withdraw_all({1: PRESSURE, 9: PRESSURE}, START_NS + 2) == []
+    assert engine.withdraw_all({}, START_NS + 2) == []

@@ -99,6 +99,7 @@ class LeaseClient:
         self._clock = clock
         self._answers: deque[tuple[Question, Answer | int]] = deque()
         self._freed: deque[Freed] = deque()
+        self._withdrawing: dict[int, int] = {}
         self._outbox: asyncio.Queue[lease_pb2.EngineSessionRequest]
         self._stub: LeaseServiceAsyncStub
         self._telemetry: Telemetry
@@ -146,7 +147,7 @@ class LeaseClient:
 
     def withdraw(self, number: int, reason: int) -> None:
         """Gives a retention up and asks for its release."""
-        self._call(lambda: self._send(self._session.withdraw(number, reason, self._clock())))
+        self._call(lambda: self._withdraw(number, reason))
 
     def notice(self, lease_id: str) -> None:
         """All ranks have been told that the lease's blocks were read."""
@@ -305,6 +306,17 @@ class LeaseClient:
         self._send(self._session.retain(number, offer, self._clock()))
         span.set_attribute("kvturn.lease_id", offer.lease_id)
         span.end()
+
+    def _withdraw(self, number: int, reason: int) -> None:
+        # A step can give up thousands, and each heartbeat lists them all: one for all that the
+        # scheduler thread has handed over by now.
+        if not self._withdrawing:
+            self._loop.call_soon(self._send_withdrawals)
+        self._withdrawing.setdefault(number, reason)
+
+    def _send_withdrawals(self) -> None:
+        withdrawing, self._withdrawing = self._withdrawing, {}
+        self._send(self._session.withdraw_all(withdrawing, self._clock()))
 
     async def _begin_read(self, question: Question) -> None:
         span = self._telemetry.span(

@@ -20,7 +20,7 @@ from kvturn_connector.config import NS_PER_S
 from kvturn_connector.retention import DRIFT_MARGIN, Retentions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 DEFAULT_SESSION_TTL_NS = 5 * NS_PER_S
 DEFAULT_LONGEST_READ_NS = 3 * NS_PER_S
@@ -160,9 +160,18 @@ class EngineSession:
         self, number: int, reason: int, now_ns: int
     ) -> list[lease_pb2.EngineSessionRequest]:
         """Gives a retention up; says so at once, since somebody waits for the memory."""
-        if not self.retentions.withdraw(number, reason):
+        return self.withdraw_all({number: reason}, now_ns)
+
+    def withdraw_all(
+        self, reasons: Mapping[int, int], now_ns: int
+    ) -> list[lease_pb2.EngineSessionRequest]:
+        """Gives retentions up, by number with reason, and says so in one heartbeat."""
+        withdrawn = [
+            number for number, reason in reasons.items() if self.retentions.withdraw(number, reason)
+        ]
+        if not withdrawn or not self._registered or self.broken:
             return []
-        return [self._heartbeat(now_ns)] if self._registered and not self.broken else []
+        return [self._heartbeat(now_ns)]
 
     def notice(self, lease_id: str) -> list[lease_pb2.EngineSessionRequest]:
         """All ranks have read the retention that has this lease id now."""
