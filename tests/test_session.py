@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import NS_PER_S
 from kvturn_connector.retention import DRIFT_MARGIN, Retentions
@@ -90,6 +92,12 @@ def freed(engine: EngineSession) -> list[int]:
     return [one.number for one in engine.retentions.take_freed()]
 
 
+def beat(requests: Requests) -> lease_pb2.Heartbeat:
+    (request,) = requests
+    assert request.WhichOneof("message") == "heartbeat"
+    return request.heartbeat
+
+
 def kinds(requests: Requests) -> list[str | None]:
     return [request.WhichOneof("message") for request in requests]
 
@@ -138,3 +146,13 @@ def test_many_withdrawals_make_one_heartbeat() -> None:
     assert said == [("inc.1.1", PRESSURE), ("inc.3.1", EXPIRED)]
     assert engine.withdraw_all({1: PRESSURE, 9: PRESSURE}, START_NS + 2) == []
     assert engine.withdraw_all({}, START_NS + 2) == []
+
+
+@pytest.mark.parametrize("missing", ["ttl_ns", "read_ns", "heartbeat_ns"])
+def test_answer_without_a_duration_breaks_the_session(missing: str) -> None:
+    """A heartbeat interval of 0 would be heartbeats without a pause; a TTL of 0, no session."""
+    engine = make()
+    engine.open(START_NS)
+    assert Service(engine, 1).registered(START_NS, **{missing: 0}) == []
+    assert engine.broken
+    assert not engine.registered

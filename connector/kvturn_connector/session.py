@@ -1,6 +1,6 @@
 """An engine's session with the lease service, from the engine's side. Sans-IO.
 
-The shell opens a stream, sends what `open` returns, feeds every message to `receive`, calls `tick`
+The shell opens a stream, sends what `open` then returns, feeds every message to `receive`, calls `tick`
 at `next_deadline_ns`, and sends whatever these return, in order. When `broken` turns true, or the
 stream ends, it calls `close` and opens the next one.
 
@@ -46,7 +46,8 @@ class EngineSession:
         """
         self.retentions = retentions
         self.broken = False
-        """True when the stream must be closed: a gap, a foreign term, or silence for a TTL."""
+        """True when the stream must be closed: a gap, a foreign term, an answer that makes no
+        sense, or silence for a TTL."""
         self._engine = engine
         self._memory = memory
         self._number = 0
@@ -77,7 +78,10 @@ class EngineSession:
         return self.retentions.hold_after_vouch_ns
 
     def open(self, now_ns: int) -> lease_pb2.EngineSessionRequest:
-        """Begins the next session. Returns its Register, to be sent first on a new stream."""
+        """Begins the next session. Returns its Register, to be sent first on a new stream.
+
+        Call it once the stream stands: from now on what the Register lists counts as vouched for.
+        """
         assert not self._open
         quiet_since_ns = self.retentions.last_vouched_ns
         self._number += 1
@@ -183,10 +187,17 @@ class EngineSession:
     def _on_registered(
         self, registered: lease_pb2.Registered, now_ns: int
     ) -> list[lease_pb2.EngineSessionRequest]:
+        session_ttl_ns = registered.session_ttl.ToNanoseconds()
+        longest_read_ns = registered.longest_read.ToNanoseconds()
+        heartbeat_interval_ns = registered.heartbeat_interval.ToNanoseconds()
+        if min(session_ttl_ns, longest_read_ns, heartbeat_interval_ns) <= 0:
+            # Durations that are missing would mean heartbeats without a pause.
+            self.broken = True
+            return []
         self._registered = True
-        self._session_ttl_ns = registered.session_ttl.ToNanoseconds()
-        self._longest_read_ns = registered.longest_read.ToNanoseconds()
-        self._heartbeat_interval_ns = registered.heartbeat_interval.ToNanoseconds()
+        self._session_ttl_ns = session_ttl_ns
+        self._longest_read_ns = longest_read_ns
+        self._heartbeat_interval_ns = heartbeat_interval_ns
         self._hold()
         return [self._heartbeat(now_ns)]
 
