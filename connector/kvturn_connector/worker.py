@@ -206,9 +206,11 @@ class KvturnWorker(NixlPullConnectorWorker):
             self._outcomes[req_id] = lease_pb2.READ_OUTCOME_TOO_LONG
             self._fail_unposted(req_id)
             return
+        # Stamped before posting: over shared memory the call itself copies.
+        now_ns = boottime_ns()
         super()._read_blocks_for_req(req_id, meta)
         if limit is not None and self._recving_transfers.get(req_id):
-            self._posted_ns[req_id] = boottime_ns()
+            self._posted_ns[req_id] = now_ns
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> Any:
         ours = {
