@@ -1,8 +1,8 @@
 """An engine's session with the lease service, from the engine's side. Sans-IO.
 
-The shell opens a stream, sends what `open` then returns, feeds every message to `receive`, calls `tick`
-at `next_deadline_ns`, and sends whatever these return, in order. When `broken` turns true, or the
-stream ends, it calls `close` and opens the next one.
+The shell opens a stream, sends what `open` then returns, feeds every message to `receive`, calls
+`tick` at `next_deadline_ns`, and sends whatever these return, in order. When `broken` turns true,
+or the stream ends, it calls `close` and opens the next one.
 
 A session is (engine_id, incarnation, number). Each Register takes a higher number, so that nothing
 said in an earlier session can be mistaken for this one. Register proves nothing: the engine
