@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from kvturn_cli.arguments import Parser, port
+from kvturn_cli.ports import is_free
 
 MESSAGE_BYTES_MAX = 64 << 20
 FILE_BYTES_MAX = 1 << 30
@@ -116,9 +117,11 @@ async def serve(host: str, port_number: int, path: Path) -> int:
     )
     add_servicer = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
     add_servicer(TraceServicer(file), server)  # type: ignore[no-untyped-call]
-    try:
+    # Asked first, because gRPC would log a refusal in lines of its own.
+    bound = 0
+    if port_number == 0 or is_free(port_number, host):
         bound = server.add_insecure_port(f"{host}:{port_number}")
-    except RuntimeError:
+    if bound == 0:
         print(
             f"kvturn otlp: cannot listen on {host}:{port_number}; choose another --port",
             file=sys.stderr,

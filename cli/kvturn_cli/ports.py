@@ -10,12 +10,12 @@ HOST = "127.0.0.1"
 FIRST, LAST = 20_000, 32_000
 
 
-def is_free(port: int) -> bool:
-    """Tells whether a process could listen on this loopback port now."""
+def is_free(port: int, host: str = HOST) -> bool:
+    """Tells whether a process could listen on this port now."""
     with contextlib.closing(socket.socket()) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((HOST, port))
+            probe.bind((host, port))
         except OSError:
             return False
         return True

@@ -70,14 +70,18 @@ class RouterClient:
         """`url` is the router's base URL without /v1; `timeout_s` bounds each request."""
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        # Without a key no header goes out, so that the turn has no tenant; openai's type forgets
-        # that its own Omit may stand here.
-        no_key: Any = {"Authorization": openai.Omit()}
-        self._http = openai.DefaultHttpxClient(trust_env=False, timeout=timeout_s)
+
+        def drop_key(request: Any) -> None:
+            """Without a key a turn has no tenant, yet the openai client insists on sending one."""
+            if not api_key:
+                request.headers.pop("Authorization", None)
+
+        self._http = openai.DefaultHttpxClient(
+            trust_env=False, timeout=timeout_s, event_hooks={"request": [drop_key]}
+        )
         self._openai = openai.OpenAI(
             base_url=f"{self._url}/v1",
             api_key=api_key or "none",
-            default_headers=None if api_key else no_key,
             http_client=self._http,
             max_retries=0,
             timeout=timeout_s,

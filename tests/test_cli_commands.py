@@ -1,0 +1,154 @@
+"""The command line: bad flags in one line, variables for flags, up and down that are safe."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvturn_cli import run_state
+from kvturn_cli.process import ProcessId
+from kvturn_cli.run_state import RunState
+from kvturn_cli.up import stack_config, up_parser
+
+
+def kvturn(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Runs `kvturn` to its end."""
+    return subprocess.run(
+        [sys.executable, "-m", "kvturn_cli", *arguments],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nonsense"], "no command 'nonsense'; one of up, down"),
+        (["up", "--router-port", "x"], "--router-port: 'x' is not a port; give 0 to 65535"),
+        (["up", "--router-port", "65536"], "'65536' is not a port"),
+        (["up", "--kv-cache-gib", "0"], "--kv-cache-gib: '0' is not a whole number of at least 1"),
+        (["up", "--start-timeout", "-1"], "--start-timeout: '-1' is not a number of seconds"),
+        (["up", "--router"], "unrecognized arguments: --router"),
+        (["down", "extra"], "unrecognized arguments: extra"),
+        (["chat", "--max-tokens", "0"], "--max-tokens"),
+        (["demo", "--model", "/nowhere"], "--model /nowhere: no model there"),
+        (["otlp"], "--file"),
+    ],
+)
+def test_a_wrong_argument_is_refused_by_name_in_one_line(arguments: list[str], words: str) -> None:
+    """One line on stderr, code 2."""
+    done = kvturn(*arguments)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_variable_stands_in_for_a_flag_and_is_refused_by_its_name() -> None:
+    """KVTURN_UP_ROUTER_PORT is --router-port; a wrong value names the variable."""
+    done = kvturn("up", KVTURN_UP_ROUTER_PORT="many")
+    assert done.returncode == 2
+    assert "KVTURN_UP_ROUTER_PORT=many: 'many' is not a port" in done.stderr
+
+
+def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Both set: the flag counts; switches and lists have variables too."""
+    monkeypatch.setenv("KVTURN_UP_ROUTER_PORT", "9001")
+    monkeypatch.setenv("KVTURN_UP_LEASE_PORT", "9002")
+    monkeypatch.setenv("KVTURN_UP_NO_PREFILL_PREFIX_CACHING", "1")
+    arguments = [
+        "--router-port",
+        "9003",
+        "--run-dir",
+        str(tmp_path),
+        "--decode-arg=--max-num-seqs=4",
+    ]
+    config = stack_config(up_parser().parse_args(arguments))
+    assert config.router_port == 9003
+    assert config.lease_port == 9002
+    prefill, decode = config.engines
+    assert not prefill.prefix_caching
+    assert decode.prefix_caching
+    assert decode.args == ("--max-num-seqs=4",)
+
+
+def test_up_refuses_a_port_in_use_and_leaves_nothing(tmp_path: Path) -> None:
+    """The port is named by its flag; no state, no process remains."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    with contextlib.closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        arguments = ["--run-dir", str(tmp_path / "run"), "--model", str(model)]
+        arguments += ["--vllm-python", sys.executable, "--decode-port", port]
+        for detach in ([], ["--detach"]):
+            done = kvturn("up", *arguments, *detach)
+            assert done.returncode == 2
+            assert f"--decode-port {port}: the port is in use" in done.stderr
+            assert done.stderr.count("\n") == 1
+    assert run_state.read(tmp_path / "run") is None
+
+
+def test_a_second_up_in_the_same_folder_is_refused(tmp_path: Path) -> None:
+    """The lock of a living `up` is seen, whatever the state file says."""
+    with run_state.hold(tmp_path):
+        for detach in ([], ["--detach"]):
+            done = kvturn("up", "--run-dir", str(tmp_path), *detach)
+            assert done.returncode == 2
+            assert "already up" in done.stderr
+            assert "kvturn down" in done.stderr
+            assert done.stderr.count("\n") == 1
+
+
+def test_down_is_idempotent(tmp_path: Path) -> None:
+    """With nothing up, also with a broken state file, it says so and succeeds."""
+    assert kvturn("down", "--run-dir", str(tmp_path)).returncode == 0
+    run_state.state_file(tmp_path).write_text("{broken")
+    done = kvturn("down", "--run-dir", str(tmp_path))
+    assert done.returncode == 0
+    assert "nothing to stop" in done.stdout
+
+
+def test_down_never_stops_a_process_that_merely_has_the_number(tmp_path: Path) -> None:
+    """The state names this test's process with another start time: it survives."""
+    ours = ProcessId.of(os.getpid())
+    assert ours is not None
+    recycled = ProcessId(ours.pid, ours.start_ticks - 1)
+    run_state.write(tmp_path, RunState(recycled, (recycled,), True, "http://127.0.0.1:1", "m"))
+    done = kvturn("down", "--run-dir", str(tmp_path))
+    assert done.returncode == 0
+    assert "already ended" in done.stdout
+    assert run_state.read(tmp_path) is None
+
+
+def test_down_stops_the_holder_and_its_children(tmp_path: Path) -> None:
+    """Both processes that the state names are ended."""
+    sleepers = [subprocess.Popen(["sleep", "600"]) for _ in range(2)]
+    ids = [ProcessId.of(sleeper.pid) for sleeper in sleepers]
+    assert ids[0]
+    assert ids[1]
+    # The child is the holder's own to stop; a test has no such holder, so it is ended here.
+    run_state.write(tmp_path, RunState(ids[0], (ids[1],), True))
+    sleepers[1].terminate()
+    done = kvturn("down", "--run-dir", str(tmp_path))
+    assert done.returncode == 0
+    assert "kvturn is stopped." in done.stdout
+    for sleeper in sleepers:
+        assert sleeper.wait(5) == -15
+
+
+def test_help_names_every_command() -> None:
+    """`kvturn --help` succeeds, bare `kvturn` does not; both tell the commands."""
+    for arguments, code in ((["--help"], 0), ([], 2)):
+        done = kvturn(*arguments)
+        assert done.returncode == code
+        for name in ("up", "down", "chat", "demo", "router", "lease", "otlp"):
+            assert f"\n  {name} " in done.stdout
