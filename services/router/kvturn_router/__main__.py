@@ -1,0 +1,160 @@
+"""Starts one router: `kvturn router` or `python -m kvturn_router`."""
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from kvturn_router.config import ConfigError, RouterConfig, parse_config
+from kvturn_router.conversation import ConversationBook
+from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
+from kvturn_router.forward import Forwarder, TurnLimits
+from kvturn_router.gate import Gate
+from kvturn_router.grpc_front import GrpcFront, RouterServicer
+from kvturn_router.http_front import HttpFront
+from kvturn_router.http_wire import Listener, WireLimits
+from kvturn_router.intake import Intake
+from kvturn_router.lease_client import LeaseClient
+from kvturn_router.legs import Legs, RequestIds
+from kvturn_router.server import ListenError, RouterServer
+from kvturn_router.stock import HandleBook
+from kvturn_router.stock_reuse import StockReuse
+from kvturn_router.telemetry import Telemetry, otlp_exporter
+
+EXIT_OK = 0
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+
+def boottime_ns() -> int:
+    """Returns a clock that goes on while the machine is suspended."""
+    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs until SIGTERM or SIGINT. Returns the exit code; a fault is one line on stderr."""
+    try:
+        config = parse_config(sys.argv[1:] if argv is None else argv)
+    except ConfigError as error:
+        print(f"kvturn router: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    exporter = otlp_exporter(config.otlp_endpoint) if config.otlp_endpoint else None
+    telemetry = Telemetry(exporter)
+    try:
+        uvloop.run(_serve(config, telemetry))
+    except ListenError as error:
+        print(f"kvturn router: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    finally:
+        telemetry.shutdown()
+    return EXIT_OK
+
+
+async def _serve(config: RouterConfig, telemetry: Telemetry) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = compose(config, telemetry)
+    await server.start()
+    grpc = f", grpc {config.host}:{server.grpc_port}" if server.grpc_port is not None else ""
+    print(f"router listening on http://{config.host}:{server.port}{grpc}", flush=True)
+    await stop.wait()
+    await server.stop()
+
+
+def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
+    """Builds a router from its settings. Call on the event loop that will run it."""
+    fleet = _fleet(config)
+    legs = Legs(RequestIds(), config.engine_authorization)
+    book = ConversationBook(config.conversations_max)
+    lease = (
+        LeaseClient(config.lease, question_deadline_ms=config.question_deadline_ms)
+        if config.lease is not None
+        else None
+    )
+    handles = HandleBook(handles_max=config.stock_handles_max, ttl_ns=int(config.stock_ttl_s * 1e9))
+    forwarder = Forwarder(
+        fleet=fleet,
+        legs=legs,
+        book=book,
+        tracer=telemetry.turns,
+        limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
+        clock_ns=boottime_ns,
+        lease=lease,
+        stock=StockReuse(handles, legs, boottime_ns) if config.stock_reuse else None,
+    )
+    intake = Intake(config.tenant_header, _new_conversation_id)
+    gate = Gate(config.turns_max)
+    front = HttpFront(
+        intake=intake,
+        forwarder=forwarder,
+        fleet=fleet,
+        book=book,
+        lease=lease,
+        gate=gate,
+        authorization=config.engine_authorization,
+    )
+    return RouterServer(
+        config,
+        listener=Listener(front.serve, WireLimits(config.body_bytes_max, config.head_bytes_max)),
+        fleet=fleet,
+        forwarder=forwarder,
+        gate=gate,
+        lease=lease,
+        grpc=_grpc(config, intake, forwarder, book, gate, fleet),
+    )
+
+
+def _grpc(
+    config: RouterConfig,
+    intake: Intake,
+    forwarder: Forwarder,
+    book: ConversationBook,
+    gate: Gate,
+    fleet: Fleet,
+) -> GrpcFront | None:
+    if config.grpc_port is None:
+        return None
+    servicer = RouterServicer(
+        intake=intake,
+        forwarder=forwarder,
+        book=book,
+        gate=gate,
+        body_bytes_max=config.body_bytes_max,
+    )
+    return GrpcFront(servicer, fleet, body_bytes_max=config.body_bytes_max)
+
+
+def _fleet(config: RouterConfig) -> Fleet:
+    def engines(role: str) -> list[Engine]:
+        addresses = config.prefills if role == PREFILL else config.decodes
+        return [
+            Engine(address, role, connect_timeout_s=config.connect_timeout_s)
+            for address in addresses
+        ]
+
+    return Fleet(
+        engines(PREFILL),
+        engines(DECODE),
+        authorization=config.engine_authorization,
+        health_interval_s=config.health_interval_s,
+        health_timeout_s=config.health_timeout_s,
+        failures_max=config.health_failures_max,
+    )
+
+
+def _new_conversation_id() -> str:
+    return f"conv-{secrets.token_hex(16)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,303 @@
+"""The request body: read once, top level only, and cut into the two legs.
+
+The values of the top-level members stay the bytes that came (`msgspec.Raw`
+views into the body), so messages, integers, unknown fields and their order
+reach the engines untouched; a leg is made by joining members, leaving some out
+and adding a few. Nothing here does I/O.
+"""
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.spans import member_spans
+
+Members = Mapping[str, bytes]
+"""Top-level members in the order they came: name to the value's JSON bytes."""
+
+DEPTH_MAX = 128
+"""Deepest nesting of a body, in arrays and objects."""
+
+WITHHELD = frozenset({"conversation_id", "kv_transfer_params", "ec_transfer_params", "request_id"})
+"""Members that no engine ever sees.
+
+`request_id` would let a client choose the id under which an engine files the
+request; transfer parameters of a client's own would let it name addresses and
+blocks.
+"""
+
+_NOT_FOR_PREFILL = WITHHELD | {
+    "stream",
+    "stream_options",
+    "stream_interval",
+    "max_tokens",
+    "max_completion_tokens",
+    "min_tokens",
+    "stop",
+    "n",
+    "best_of",
+    "return_token_ids",
+    "return_prompt_text",
+}
+"""Members left out of the prefill copy.
+
+They clash with "one token, not streamed" or ask for more than the KV. `stop`
+would end the one-token request as an abort, which hands over no KV. What
+shapes the prompt (tools, tool_choice, response_format, ...) stays.
+"""
+
+_INNER_TRANSFER_NAMES = ("kv_transfer_params", "ec_transfer_params")
+
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_brackets_alike = bytes.maketrans(b"{}", b"[]")
+_not_opening = bytes(byte for byte in range(256) if byte not in b"[{")
+_not_structure = bytes(byte for byte in range(256) if byte not in b'[]{}"')
+_written_names: dict[str, bytes] = {
+    name: b'"%s":' % name.encode()
+    for name in (
+        "model",
+        "messages",
+        "prompt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "temperature",
+        "top_p",
+        "seed",
+        "stop",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "kv_transfer_params",
+    )
+}
+
+
+def parse(body: bytes) -> dict[str, bytes]:
+    """Returns the members of a JSON object.
+
+    Raises TurnError 400 for anything that is not one JSON object in UTF-8,
+    names a member twice, or nests deeper than DEPTH_MAX.
+    """
+    try:
+        if not body.isascii():
+            body.decode()
+        members = _object_decoder.decode(body)
+    except UnicodeDecodeError:
+        raise _unreadable("it is not UTF-8") from None
+    except msgspec.ValidationError:
+        raise _unreadable("it is not an object") from None
+    except msgspec.DecodeError as error:
+        raise _unreadable(str(error)) from None
+    except RecursionError:
+        raise _too_deep() from None
+    _refuse_depth(body)
+    _refuse_repeated_names(body, members)
+    return dict(members)
+
+
+def _unreadable(why: str) -> TurnError:
+    return TurnError(
+        400, f"The body cannot be read as a JSON object: {why}.", reason="BODY_INVALID"
+    )
+
+
+def _too_deep() -> TurnError:
+    return _unreadable(f"it nests deeper than {DEPTH_MAX} levels")
+
+
+def _refuse_depth(body: bytes) -> None:
+    # All at C speed, for this runs on every body. Most have too few brackets to
+    # nest deeply. Else escapes go first, so that each quote left opens or
+    # closes a string; then strings go, and what remains loses one level a pass.
+    if len(body.translate(None, _not_opening)) <= DEPTH_MAX:
+        return
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    structure = b"".join(body.translate(_brackets_alike, _not_structure).split(b'"')[::2])
+    for _ in range(DEPTH_MAX):
+        structure = structure.replace(b"[]", b"")
+        if not structure:
+            return
+    raise _too_deep()
+
+
+def _refuse_repeated_names(body: bytes, members: Members) -> None:
+    # A body with neither a repeated name nor space around its names has just
+    # this many bytes besides its values. Only others are looked at again.
+    besides = len(body) - sum(map(len, members.values()))
+    if besides == 1 + sum(len(name) + 4 for name in members):
+        return
+    if member_spans(body, 0, members) is not None:
+        return
+    seen: set[str] = set()
+    for name, _ in json.loads(body, object_pairs_hook=list):
+        if name in seen:
+            raise bad_field(name, f"{name} is given more than once.")
+        seen.add(name)
+
+
+def kind(value: bytes) -> str:
+    """Returns the JSON kind of a value: string, number, object, array, boolean or null."""
+    first = memoryview(value)[0]
+    return _kinds.get(first, "number")
+
+
+_kinds = {
+    ord('"'): "string",
+    ord("{"): "object",
+    ord("["): "array",
+    ord("t"): "boolean",
+    ord("f"): "boolean",
+    ord("n"): "null",
+}
+
+
+def given(members: Members, name: str, *kinds: str) -> bytes | None:
+    """Returns a member's value, or None if it is absent or null.
+
+    Raises TurnError 400 naming the member if it is of none of the kinds.
+    """
+    value = members.get(name)
+    if value is None:
+        return None
+    found = kind(value)
+    if found == "null":
+        return None
+    if found not in kinds:
+        raise bad_field(name, f"{name} must be {_either(kinds)}, not {_article(found)}.")
+    return value
+
+
+def _article(word: str) -> str:
+    return f"an {word}" if word[0] in "ao" else f"a {word}"
+
+
+def _either(kinds: Sequence[str]) -> str:
+    return " or ".join(_article(word) for word in kinds)
+
+
+def given_string(members: Members, name: str) -> str | None:
+    """Returns a string member, or None if it is absent or null. Raises as `given`."""
+    value = given(members, name, "string")
+    return None if value is None else msgspec.json.decode(value, type=str)
+
+
+def given_flag(members: Members, name: str) -> bool:
+    """Returns a boolean member, false if it is absent or null. Raises as `given`."""
+    value = given(members, name, "boolean")
+    return value is not None and memoryview(value)[0] == ord("t")
+
+
+def given_number(members: Members, name: str) -> float | None:
+    """Returns a number member, or None if it is absent or null. Raises as `given`."""
+    value = given(members, name, "number")
+    return None if value is None else msgspec.json.decode(value, type=float)
+
+
+def needs_decode_alone(members: Members, path: str) -> bool:
+    """Tells whether the answer cannot be given through prefill and decode.
+
+    True for several answers or prompts in one request, beam search, and
+    everything that reports on the prompt's own tokens, which decode would have
+    to compute. Raises TurnError 400 for a member of a wrong kind.
+    """
+    # Lists, not generators: each member's kind is checked, whatever the others say.
+    several = [given_number(members, name) for name in ("n", "best_of")]
+    limits = [given_number(members, name) for name in ("max_tokens", "max_completion_tokens")]
+    flags = [given_flag(members, name) for name in ("echo", "use_beam_search")]
+    return (
+        any(number is not None and number != 1 for number in several)
+        or any(number is not None and number < 1 for number in limits)
+        or any(flags)
+        or given(members, "prompt_logprobs", "number") is not None
+        or given(members, "prompt_embeds", "string", "array") is not None
+        or (path == "/v1/completions" and not _is_one_prompt(members))
+    )
+
+
+def _is_one_prompt(members: Members) -> bool:
+    value = given(members, "prompt", "string", "array")
+    if value is None or kind(value) == "string":
+        return value is not None
+    if _starts_with_number(value):
+        return True
+    return len(_array_decoder.decode(value)) == 1
+
+
+def _starts_with_number(array: bytes) -> bool:
+    head = bytes(memoryview(array)[1:64]).lstrip()
+    return head[:1].isdigit()
+
+
+def without_transfer_arguments(members: dict[str, bytes]) -> None:
+    """Takes transfer parameters out of `vllm_xargs`, where the engine reads them too.
+
+    Raises TurnError 400 if `vllm_xargs` is no object.
+    """
+    value = given(members, "vllm_xargs", "object")
+    if value is None:
+        return
+    inner = _object_decoder.decode(value)
+    if any(name in inner for name in _INNER_TRANSFER_NAMES):
+        kept = {name: raw for name, raw in inner.items() if name not in _INNER_TRANSFER_NAMES}
+        members["vllm_xargs"] = b"".join(joined(kept))
+
+
+def joined(
+    members: Members,
+    leave_out: Collection[str] = (),
+    added: Sequence[tuple[str, bytes]] = (),
+) -> list[bytes]:
+    """Returns the parts of a JSON object: members but some, then the added ones."""
+    parts: list[bytes] = []
+    before = b"{"
+    for name, value in members.items():
+        if name not in leave_out:
+            parts += (before, _written(name), value)
+            before = b","
+    for name, value in added:
+        parts += (before, _written(name), value)
+        before = b","
+    parts.append(b"}" if parts else b"{}")
+    return parts
+
+
+def _written(name: str) -> bytes:
+    written = _written_names.get(name)
+    return written if written is not None else msgspec.json.encode(name) + b":"
+
+
+def prefill_parts(members: Members, transfer: bytes) -> list[bytes]:
+    """Returns the prefill leg's body: one token, not streamed, with these transfer parameters."""
+    added = [("stream", b"false"), ("max_tokens", b"1")]
+    if "max_completion_tokens" in members:
+        added.append(("max_completion_tokens", b"1"))
+    added.append(("kv_transfer_params", transfer))
+    return joined(members, _NOT_FOR_PREFILL, added)
+
+
+def decode_parts(
+    members: Members, transfer: bytes | None, *, ask_token_ids: bool = False
+) -> list[bytes]:
+    """Returns the decode leg's body: all the client asked, with these transfer parameters.
+
+    `ask_token_ids` adds `return_token_ids`, over whatever the client gave.
+    """
+    leave_out: Collection[str] = WITHHELD
+    added: list[tuple[str, bytes]] = []
+    if ask_token_ids:
+        leave_out = WITHHELD | {"return_token_ids"}
+        added.append(("return_token_ids", b"true"))
+    if transfer is not None:
+        added.append(("kv_transfer_params", transfer))
+    return joined(members, leave_out, added)
+
+
+def release_parts(members: Members, transfer: bytes) -> list[bytes]:
+    """Returns a decode body that only fetches what prefill holds for it: one token."""
+    return prefill_parts(members, transfer)

@@ -1,0 +1,302 @@
+"""The settings of one router process, from flags and KVTURN_ROUTER_* variables.
+
+Each flag has a variable of its name: `--grpc-port` and `KVTURN_ROUTER_GRPC_PORT`;
+a flag wins over its variable. Flags that may be repeated take a comma-separated
+list in their variable. A wrong value is refused by name, in one line.
+"""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, NamedTuple, NoReturn
+
+from kvturn_router.fleet import EngineAddress, engine_address
+
+_VARIABLE: Final = "KVTURN_ROUTER_"
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+class ConfigError(Exception):
+    """A setting is wrong; the message names it and the fix, in one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouterConfig:
+    """Settings of a router. Addresses are resolved and bounds checked."""
+
+    host: str
+    """Address that both fronts listen on."""
+    port: int
+    """HTTP port, 0 for any free one."""
+    grpc_port: int | None
+    """gRPC port, 0 for any free one, None for no gRPC front."""
+    prefills: tuple[EngineAddress, ...]
+    """Prefill engines, at least one."""
+    decodes: tuple[EngineAddress, ...]
+    """Decode engines, at least one."""
+    lease: str | None
+    """HOST:PORT of the lease service, None for none."""
+    stock_reuse: bool
+    """Whether to reuse through stock engines' own handles; only without a lease service."""
+    stock_ttl_s: float
+    """How long a stock handle is used; must be below decode's decoder_kv_blocks_ttl."""
+    stock_handles_max: int
+    """Stock handles kept in memory."""
+    question_deadline_ms: int
+    """Longest wait of a turn for the lease service."""
+    read_margin_ms: int
+    """How late a KV read may be before the lease service is asked after it."""
+    body_bytes_max: int
+    """Longest request body."""
+    head_bytes_max: int
+    """Longest request head."""
+    turns_max: int
+    """Turns served at once; more are refused with 429."""
+    conversations_max: int
+    """Conversations remembered."""
+    tenant_header: str | None
+    """Lower-case name of the header that names the tenant, None to use API keys."""
+    engine_authorization: bytes | None
+    """Authorization header that engines get instead of the client's, None to pass that on."""
+    otlp_endpoint: str | None
+    """Where spans go, None for nowhere."""
+    connect_timeout_s: float
+    """Longest wait for a connection to an engine."""
+    prefill_timeout_s: float
+    """Longest silence of prefill."""
+    decode_timeout_s: float
+    """Longest silence of decode, before its answer and within it."""
+    health_interval_s: float
+    """Time between health questions to an engine."""
+    health_timeout_s: float
+    """Longest wait for a health answer."""
+    health_failures_max: int
+    """Failures in a row after which an engine is out."""
+    grace_s: float
+    """How long running turns may go on after SIGTERM."""
+    log_level: str
+    """Least level that is logged."""
+
+
+class _Flag(NamedTuple):
+    name: str
+    read: Callable[[str], Any]
+    default: Any
+    metavar: str
+    about: str
+
+
+def _between(least: float, most: float, kind: type[int] | type[float]) -> Callable[[str], Any]:
+    def read(text: str) -> Any:
+        try:
+            number = kind(text)
+        except ValueError:
+            number = None
+        # Written so that NaN, too, is out of range.
+        if number is None or not least <= number <= most:
+            word = "a whole number" if kind is int else "a number"
+            raise ValueError(f"must be {word} from {least:g} to {most:g}")
+        return number
+
+    return read
+
+
+def _whole(least: int, most: int) -> Callable[[str], Any]:
+    return _between(least, most, int)
+
+
+def _seconds(least: float, most: float = 86_400.0) -> Callable[[str], Any]:
+    return _between(least, most, float)
+
+
+def _text(text: str) -> str:
+    if not text.strip():
+        raise ValueError("must not be empty")
+    return text.strip()
+
+
+def _engines(text: str) -> tuple[EngineAddress, ...]:
+    return tuple(engine_address(url.strip()) for url in text.split(",") if url.strip())
+
+
+def _host_port(text: str) -> str:
+    host, _, port = text.strip().rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
+        raise ValueError("must be HOST:PORT")
+    return text.strip()
+
+
+def _switch(text: str) -> bool:
+    words = {
+        "1": True,
+        "true": True,
+        "yes": True,
+        "0": False,
+        "false": False,
+        "no": False,
+        "": False,
+    }
+    if text.strip().lower() not in words:
+        raise ValueError("must be 1 or 0")
+    return words[text.strip().lower()]
+
+
+def _one_of(*words: str) -> Callable[[str], str]:
+    def read(text: str) -> str:
+        if text.lower() not in words:
+            raise ValueError(f"must be one of {', '.join(words)}")
+        return text.lower()
+
+    return read
+
+
+def _key_file(text: str) -> bytes:
+    try:
+        key = Path(text).read_text().strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    if not key or not key.isascii() or not key.isprintable():
+        raise ValueError("must hold one API key")
+    return f"Bearer {key}".encode()
+
+
+def _endpoint(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise ValueError("must be http://HOST:PORT")
+    return text.rstrip("/")
+
+
+_PORT = _whole(0, 65_535)
+_COUNT_MAX = 10_000_000
+
+_FLAGS: Final = (
+    _Flag("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
+    _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
+    _Flag("grpc-port", _PORT, 8001, "N", "gRPC port, 0 for any free one"),
+    _Flag("lease", _host_port, None, "HOST:PORT", "lease service; without it nothing is reused"),
+    _Flag("stock-ttl-s", _seconds(1), 400.0, "S", "use of a stock handle, below decode's own TTL"),
+    _Flag("stock-handles-max", _whole(1, _COUNT_MAX), 10_000, "N", "stock handles in memory"),
+    _Flag("question-deadline-ms", _whole(1, 10_000), 50, "MS", "wait for the lease service"),
+    _Flag("read-margin-ms", _whole(0, 60_000), 500, "MS", "lateness of a read before it is judged"),
+    _Flag("max-body-mb", _whole(1, 1024), 64, "MB", "longest request body"),
+    _Flag("max-header-kb", _whole(1, 1024), 64, "KB", "longest request head"),
+    _Flag("max-inflight", _whole(1, 1_000_000), 4096, "N", "turns at once; more get 429"),
+    _Flag("max-conversations", _whole(1, _COUNT_MAX), 100_000, "N", "conversations remembered"),
+    _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
+    _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
+    _Flag("otlp-endpoint", _endpoint, None, "URL", "OTLP gRPC endpoint for traces"),
+    _Flag("connect-timeout-s", _seconds(0.01), 3.0, "S", "wait for a connection to an engine"),
+    _Flag("prefill-timeout-s", _seconds(0.1), 300.0, "S", "silence of prefill"),
+    _Flag("decode-timeout-s", _seconds(0.1), 600.0, "S", "silence of decode"),
+    _Flag("health-interval-s", _seconds(0.05), 1.0, "S", "time between health questions"),
+    _Flag("health-timeout-s", _seconds(0.05), 2.0, "S", "wait for a health answer"),
+    _Flag("health-failures", _whole(1, 1000), 2, "N", "failures in a row until an engine is out"),
+    _Flag("grace-s", _seconds(0), 10.0, "S", "time for running turns after SIGTERM"),
+    _Flag("log-level", _one_of(*_LOG_LEVELS), "info", "LEVEL", "least level that is logged"),
+)
+_REPEATED: Final = (
+    _Flag("prefill", _engines, (), "URL", "prefill engine, http://HOST:PORT; repeatable"),
+    _Flag("decode", _engines, (), "URL", "decode engine, http://HOST:PORT; repeatable"),
+)
+_SWITCHES: Final = (
+    _Flag("no-grpc", _switch, False, "", "no gRPC front"),
+    _Flag("stock-reuse", _switch, False, "", "reuse through stock engines' own handles"),
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="kvturn router",
+        description="OpenAI-compatible router for prefill/decode serving with KV reuse.",
+        allow_abbrev=False,
+        epilog=f"Each flag has a variable: --grpc-port is also {_VARIABLE}GRPC_PORT.",
+    )
+    for flag in _FLAGS:
+        default = "" if flag.default is None else f" (default {flag.default})"
+        names = ["--grace-s", "--grace"] if flag.name == "grace-s" else [f"--{flag.name}"]
+        parser.add_argument(*names, metavar=flag.metavar, help=flag.about + default)
+    for flag in _REPEATED:
+        parser.add_argument(
+            f"--{flag.name}", metavar=flag.metavar, action="append", help=flag.about
+        )
+    for flag in _SWITCHES:
+        parser.add_argument(f"--{flag.name}", action="store_const", const="1", help=flag.about)
+    return parser
+
+
+def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> RouterConfig:
+    """Returns the settings. Raises ConfigError; `--help` prints and raises SystemExit."""
+    given = vars(_parser().parse_args(list(argv)))
+    values: dict[str, Any] = {}
+    for flag in (*_FLAGS, *_REPEATED, *_SWITCHES):
+        name = flag.name.replace("-", "_")
+        values[name] = _value(flag, given[name], environment.get(_VARIABLE + name.upper()))
+    if values["otlp_endpoint"] is None and environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
+        values["otlp_endpoint"] = environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/")
+    _refuse_contradictions(values)
+    return RouterConfig(
+        host=values["host"],
+        port=values["port"],
+        grpc_port=None if values["no_grpc"] else values["grpc_port"],
+        prefills=values["prefill"],
+        decodes=values["decode"],
+        lease=values["lease"],
+        stock_reuse=values["stock_reuse"],
+        stock_ttl_s=values["stock_ttl_s"],
+        stock_handles_max=values["stock_handles_max"],
+        question_deadline_ms=values["question_deadline_ms"],
+        read_margin_ms=values["read_margin_ms"],
+        body_bytes_max=values["max_body_mb"] << 20,
+        head_bytes_max=values["max_header_kb"] << 10,
+        turns_max=values["max_inflight"],
+        conversations_max=values["max_conversations"],
+        tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
+        engine_authorization=values["engine_api_key_file"],
+        otlp_endpoint=values["otlp_endpoint"],
+        connect_timeout_s=values["connect_timeout_s"],
+        prefill_timeout_s=values["prefill_timeout_s"],
+        decode_timeout_s=values["decode_timeout_s"],
+        health_interval_s=values["health_interval_s"],
+        health_timeout_s=values["health_timeout_s"],
+        health_failures_max=values["health_failures"],
+        grace_s=values["grace_s"],
+        log_level=values["log_level"],
+    )
+
+
+def _value(flag: _Flag, given: str | list[str] | None, variable: str | None) -> Any:
+    text = ",".join(given) if isinstance(given, list) else given
+    name = f"--{flag.name}"
+    if text is None:
+        if variable is None:
+            return flag.default
+        text, name = variable, _VARIABLE + flag.name.replace("-", "_").upper()
+    try:
+        return flag.read(text)
+    except ValueError as error:
+        raise ConfigError(f"{name} {text!r} {error}") from None
+
+
+def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    for role in ("prefill", "decode"):
+        engines = values[role]
+        if not engines:
+            raise ConfigError(f"--{role} is missing: name at least one {role} engine")
+        urls = [engine.url for engine in engines]
+        twice = next((url for url in urls if urls.count(url) > 1), None)
+        if twice is not None:
+            raise ConfigError(f"--{role} {twice} is given twice: name each engine once")
+    if values["stock_reuse"] and values["lease"]:
+        raise ConfigError(
+            "--stock-reuse and --lease exclude each other: a lease service already says "
+            "who holds what; leave one out"
+        )
+    if not values["no_grpc"] and values["port"] == values["grpc_port"] != 0:
+        raise ConfigError("--port and --grpc-port must differ")

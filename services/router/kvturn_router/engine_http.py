@@ -1,0 +1,412 @@
+"""HTTP/1.1 to one engine: raw protocols on kept-alive connections.
+
+A connection serves one `Exchange` at a time. Bytes reach their reader from the
+protocol's callback, without a coroutine per read; a coroutine waits only for
+the head and for the end of an answer.
+
+Connections idle for longer than the engine's own idle limit (vLLM: 5 s) are
+not used again. One that the engine closes just as a request is on its way
+shows as a `LostFault` with `stale` set: the caller decides whether that request
+may be sent again.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import httptools
+
+IDLE_S: Final = 4.0
+"""Longest idle time after which a connection is used again."""
+
+_HEAD_BYTES_MAX = 256 << 10
+
+Sink = Callable[[bytes, bool], None]
+"""Takes the next bytes of a body, and whether they are its last."""
+
+
+class EngineFault(Exception):
+    """An engine gave no answer, or not a whole one. The message says why, in one line."""
+
+
+class ConnectFault(EngineFault):
+    """No connection: the engine has seen nothing of the request."""
+
+
+class LostFault(EngineFault):
+    """The connection ended early.
+
+    `stale` is true if it had served an earlier request and not one byte of an
+    answer came: most likely the engine closed an idle connection.
+    """
+
+    def __init__(self, message: str, *, stale: bool) -> None:
+        super().__init__(message)
+        self.stale = stale
+
+
+class SilentFault(EngineFault):
+    """Nothing came for too long."""
+
+
+class MalformedFault(EngineFault):
+    """What came is not HTTP, or exceeds a limit."""
+
+
+class Exchange:
+    """One request on its way through a connection, and its answer.
+
+    `headers` are complete, names in lower case, once `answered` has returned.
+    """
+
+    def __init__(self, connection: "_Connection", silence_s: float) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.ended = False
+        self._connection = connection
+        self._silence_s = silence_s
+        self._has_head = False
+        self._fault: EngineFault | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._sink: Sink | None = None
+        self._unread: list[bytes] = []
+        self._paused = False
+        self._timer = connection.loop.call_later(silence_s, self._check_silence)
+
+    def header(self, name: bytes) -> bytes:
+        """Returns a header's value, empty if it was not sent."""
+        for written, value in self.headers:
+            if written == name:
+                return value
+        return b""
+
+    async def answered(self) -> None:
+        """Waits for the answer's head. Raises EngineFault."""
+        while not self._has_head:
+            await self._wait()
+
+    async def finished(self) -> None:
+        """Waits for the end of the answer. Raises EngineFault."""
+        while not self.ended:
+            await self._wait()
+
+    async def body(self, bytes_max: int) -> bytes:
+        """Waits for the end of the answer and returns its body.
+
+        Raises EngineFault, also for more than `bytes_max` bytes.
+        """
+        pieces: list[bytes] = []
+        size = 0
+
+        def collect(data: bytes, last: bool) -> None:
+            nonlocal size
+            del last
+            size += len(data)
+            if size > bytes_max:
+                self.fail(MalformedFault(f"the answer has more than {bytes_max} bytes"))
+            pieces.append(data)
+
+        self.pass_to(collect)
+        await self.finished()
+        if size > bytes_max:
+            raise MalformedFault(f"the answer has more than {bytes_max} bytes")
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def pass_to(self, sink: Sink) -> None:
+        """Hands what has come, and all that will come, to `sink`."""
+        self._sink = sink
+        unread, self._unread = self._unread, []
+        if unread or self.ended:
+            sink(b"".join(unread), self.ended)
+
+    def pause(self) -> None:
+        """Reads no more until `resume`, so that a slow client slows the engine."""
+        if not self.ended and not self._paused:
+            self._paused = True
+            self._connection.pause_reading()
+
+    def resume(self) -> None:
+        """Reads again."""
+        if self._paused:
+            self._paused = False
+            if not self.ended:
+                self._connection.resume_reading()
+
+    def close(self) -> None:
+        """Gives the exchange up; the engine sees its connection end at once."""
+        if not self.ended and self._fault is None:
+            self.fail(LostFault("given up", stale=False))
+
+    def fail(self, fault: EngineFault) -> None:
+        """Ends the exchange with a fault, and its connection with it."""
+        if self.ended or self._fault is not None:
+            return
+        self._fault = fault
+        self._timer.cancel()
+        self._connection.abort()
+        self._wake()
+
+    async def _wait(self) -> None:
+        if self._fault is not None:
+            raise self._fault
+        self._waiter = self._connection.loop.create_future()
+        await self._waiter
+        if self._fault is not None:
+            raise self._fault
+
+    def _wake(self) -> None:
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    def _check_silence(self) -> None:
+        loop = self._connection.loop
+        quiet_s = loop.time() - self._connection.read_at
+        if self._paused:
+            quiet_s = 0.0
+        if quiet_s >= self._silence_s:
+            self.fail(SilentFault(f"nothing came for {self._silence_s:g} s"))
+        else:
+            self._timer = loop.call_later(self._silence_s - quiet_s, self._check_silence)
+
+    def take_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Called by the connection: the head is complete."""
+        self.status = status
+        self.headers = headers
+        self._has_head = True
+        self._wake()
+
+    def take_body(self, data: bytes, last: bool) -> None:
+        """Called by the connection: more of the body, or its end."""
+        if last:
+            self.ended = True
+            self._timer.cancel()
+        if self._sink is not None:
+            self._sink(data, last)
+        elif data:
+            self._unread.append(data)
+        if last:
+            self._wake()
+
+
+class _Connection(asyncio.Protocol):
+    """One connection to an engine."""
+
+    def __init__(self, pool: "EnginePool", loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.read_at = 0.0
+        self._pool = pool
+        self._transport: asyncio.Transport | None = None
+        self._exchange: Exchange | None = None
+        self._served = 0
+        self._parser = httptools.HttpResponseParser(self)
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._pieces: list[bytes] = []
+        self._head_bytes = 0
+        self._until_close = False
+        self._complete = False
+        self._keeps = False
+
+    @property
+    def open(self) -> bool:
+        """Whether a request can be sent on it."""
+        return self._transport is not None and not self._transport.is_closing()
+
+    def start(self, request: bytes, silence_s: float) -> Exchange:
+        """Sends a request; the connection must be idle."""
+        assert self._exchange is None
+        assert self._transport is not None
+        self.read_at = self.loop.time()
+        self._head_bytes = 0
+        self._until_close = self._complete = False
+        self._exchange = Exchange(self, silence_s)
+        self._transport.write(request)
+        return self._exchange
+
+    def abort(self) -> None:
+        """Ends the connection now; what was not sent is not sent."""
+        self._exchange = None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def pause_reading(self) -> None:
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self.read_at = self.loop.time()
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        exchange = self._exchange
+        if exchange is None:
+            # Nothing was asked.
+            self.abort()
+            return
+        self.read_at = self.loop.time()
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            exchange.fail(MalformedFault(f"the answer is not HTTP: {error}"))
+            return
+        if self._head_bytes >= 0:
+            self._head_bytes += len(data)
+            if self._head_bytes > _HEAD_BYTES_MAX:
+                exchange.fail(MalformedFault(f"the head has more than {_HEAD_BYTES_MAX} bytes"))
+                return
+        self._hand_over(exchange)
+
+    def _hand_over(self, exchange: Exchange) -> None:
+        pieces = self._pieces
+        complete = self._complete
+        if not pieces and not complete:
+            return
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        pieces.clear()
+        if complete:
+            self._exchange = None
+            self._served += 1
+            if self._keeps:
+                self._pool.put_back(self)
+            else:
+                self.abort()
+        exchange.take_body(data, complete)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._pool.forget(self)
+        exchange = self._exchange
+        if exchange is None:
+            return
+        if self._until_close and exc is None:
+            self._complete = True
+            self._keeps = False
+            self._hand_over(exchange)
+            return
+        stale = self._served > 0 and self._head_bytes == 0
+        why = "the engine closed the connection" if exc is None else f"connection lost: {exc}"
+        exchange.fail(LostFault(why, stale=stale))
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._headers = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        status = self._parser.get_status_code()
+        if status < 200 or self._exchange is None:
+            return
+        self._head_bytes = -1
+        names = {name for name, _ in self._headers}
+        bodiless = status in (204, 304)
+        self._until_close = not bodiless and not names & {b"content-length", b"transfer-encoding"}
+        self._exchange.take_head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        self._pieces.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._parser.get_status_code() < 200:
+            return
+        self._complete = True
+        self._keeps = self._parser.should_keep_alive()
+
+
+class EnginePool:
+    """Connections to one engine.
+
+    `host` and `port` are where it listens. `connect_timeout_s` bounds one
+    attempt to connect. At most `idle_max` idle connections are kept.
+    """
+
+    def __init__(
+        self, host: str, port: int, *, connect_timeout_s: float, idle_max: int = 512
+    ) -> None:
+        self._host = host
+        self._port = port
+        self._connect_timeout_s = connect_timeout_s
+        self._idle_max = idle_max
+        # Last put back, first used: the others age out.
+        self._idle: dict[_Connection, float] = {}
+        self._all: set[_Connection] = set()
+
+    async def send(self, request: bytes, *, silence_s: float, fresh: bool = False) -> Exchange:
+        """Sends a request, head and body, and returns its exchange.
+
+        `silence_s` bounds the wait for each next byte. `fresh` opens a new
+        connection in any case. Raises ConnectFault.
+        """
+        loop = asyncio.get_running_loop()
+        connection = None if fresh else self._take_idle(loop.time())
+        if connection is None:
+            connection = await self._connect(loop)
+        return connection.start(request, silence_s)
+
+    def _take_idle(self, now: float) -> _Connection | None:
+        while self._idle:
+            connection, since = self._idle.popitem()
+            if connection.open and now - since <= IDLE_S:
+                return connection
+            connection.abort()
+        return None
+
+    async def _connect(self, loop: asyncio.AbstractEventLoop) -> _Connection:
+        try:
+            async with asyncio.timeout(self._connect_timeout_s):
+                _, connection = await loop.create_connection(
+                    lambda: _Connection(self, loop), self._host, self._port
+                )
+        except TimeoutError:
+            raise ConnectFault(f"no connection within {self._connect_timeout_s:g} s") from None
+        except OSError as error:
+            raise ConnectFault(f"no connection: {error.strerror or error}") from None
+        self._all.add(connection)
+        return connection
+
+    def put_back(self, connection: _Connection) -> None:
+        """Called by a connection whose exchange has ended and that can serve another."""
+        if connection.open and len(self._idle) < self._idle_max:
+            self._idle[connection] = connection.loop.time()
+        else:
+            connection.abort()
+
+    def forget(self, connection: _Connection) -> None:
+        """Called by a connection that has ended."""
+        self._idle.pop(connection, None)
+        self._all.discard(connection)
+
+    def sweep(self, now: float) -> None:
+        """Closes connections that have been idle too long; `now` is the loop's time."""
+        for connection, since in list(self._idle.items()):
+            if now - since > IDLE_S:
+                del self._idle[connection]
+                connection.abort()
+
+    def close(self) -> None:
+        """Ends every connection."""
+        self._idle.clear()
+        for connection in list(self._all):
+            connection.abort()
+
+
+def request_bytes(
+    method: bytes,
+    path: bytes,
+    headers: Sequence[tuple[bytes, bytes]],
+    parts: Sequence[bytes] = (),
+) -> bytes:
+    """Returns a request as it goes on the wire; `parts` joined are its body."""
+    head = b"".join([b"%b: %b\r\n" % header for header in headers])
+    length = sum(map(len, parts))
+    start = b"%b %b HTTP/1.1\r\n%bcontent-length: %d\r\n\r\n" % (method, path, head, length)
+    return b"".join([start, *parts])

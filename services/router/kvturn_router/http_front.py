@@ -1,0 +1,305 @@
+"""The router's HTTP API: OpenAI's turns and models, conversations, health."""
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Final
+from urllib.parse import parse_qs, unquote
+
+import httptools
+import msgspec
+
+from kvturn_router.body import given_number, parse
+from kvturn_router.conversation import (
+    ConversationBook,
+    ConversationKey,
+    TurnReport,
+    checked_name,
+    header_value,
+)
+from kvturn_router.engine_http import EngineFault, Exchange
+from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.fleet import DECODE, Engine, Fleet
+from kvturn_router.forward import Forwarder
+from kvturn_router.gate import Gate
+from kvturn_router.http_wire import HttpAnswer, HttpRequest
+from kvturn_router.intake import (
+    CHAT,
+    COMPLETIONS,
+    Intake,
+    TurnRequest,
+    client_request_id,
+    tenant_of,
+)
+from kvturn_router.lease_client import LeaseClient
+from kvturn_router.legs import engine_error, no_engine, relayed_headers, whole_body
+
+logger = logging.getLogger("kvturn.router.http")
+
+_CONVERSATIONS: Final = "/kvturn/v1/conversations/"
+_MODELS_SILENCE_S: Final = 10.0
+_JSON: Final = ((b"content-type", b"application/json"),)
+_ABSENCE_S_MAX: Final = 7 * 24 * 3600
+
+
+class TurnAnswer:
+    """Writes a turn's answer as HTTP, with the report in its headers."""
+
+    def __init__(self, answer: HttpAnswer, request: TurnRequest) -> None:
+        self._answer = answer
+        self._request = request
+
+    def start(
+        self,
+        report: TurnReport,
+        status: int,
+        headers: Sequence[tuple[bytes, bytes]],
+        length: int | None,
+        flow: Exchange | None,
+    ) -> None:
+        """Begins the answer."""
+        sent = [*headers, *report_headers(self._request.key, report)]
+        if self._request.request_id is not None:
+            sent.append((b"x-request-id", self._request.request_id.encode()))
+        if length is None and not any(name == b"cache-control" for name, _ in headers):
+            sent.append((b"cache-control", b"no-cache"))
+        self._answer.begin(status, sent, length, flow)
+
+    def write(self, data: bytes, last: bool) -> None:
+        """Sends more of the body."""
+        self._answer.write(data, last)
+
+    def fail(self, error: TurnError) -> None:
+        """Ends a begun answer that will not be whole."""
+        self._answer.fail(error)
+
+
+def report_headers(key: ConversationKey, report: TurnReport) -> list[tuple[bytes, bytes]]:
+    """Returns a turn's report as response headers. Counts are 0 where not known."""
+    return [
+        (b"x-kvturn-conversation", header_value(key.conversation_id)),
+        (b"x-kvturn-turn", b"%d" % report.turn),
+        (b"x-kvturn-verdict", report.verdict.encode()),
+        (b"x-kvturn-prompt-tokens", b"%d" % report.prompt_tokens),
+        (b"x-kvturn-reused-tokens", b"%d" % report.reused_tokens),
+        (b"x-kvturn-local-tokens", b"%d" % report.local_tokens),
+        (b"x-kvturn-prefill-ms", f"{report.prefill_ms:.3f}".encode()),
+        (b"x-kvturn-read-ms", f"{report.read_ms:.3f}".encode()),
+        (b"x-kvturn-read-bytes", b"%d" % report.read_bytes),
+    ]
+
+
+class HttpFront:
+    """Serves the routes. `lease` is None where there is no lease service."""
+
+    def __init__(
+        self,
+        *,
+        intake: Intake,
+        forwarder: Forwarder,
+        fleet: Fleet,
+        book: ConversationBook,
+        lease: LeaseClient | None,
+        gate: Gate,
+        authorization: bytes | None,
+    ) -> None:
+        self._intake = intake
+        self._forwarder = forwarder
+        self._fleet = fleet
+        self._book = book
+        self._lease = lease
+        self._gate = gate
+        self._authorization = authorization
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def serve(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        """Begins to serve a request."""
+        try:
+            self._route(answer, request)
+        except TurnError as error:
+            answer.refuse(error, _echoed(request))
+
+    def _route(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        try:
+            url = httptools.parse_url(request.target)
+            path = (url.path or b"/").decode()
+        except (httptools.HttpParserError, UnicodeDecodeError):
+            raise TurnError(400, "The path cannot be read.", reason="PATH_INVALID") from None
+        query = (url.query or b"").decode("latin-1")
+        if path in (CHAT, COMPLETIONS):
+            _allow(request, "POST")
+            self._turn(answer, request, path)
+        elif path == "/v1/models":
+            _allow(request, "GET")
+            self._run(answer, self._models(answer, request))
+        elif path == "/health":
+            _allow(request, "GET")
+            answer.whole(200, _JSON, b'{"status":"ok"}')
+        elif path == "/ready":
+            _allow(request, "GET")
+            self._ready(answer)
+        elif path.startswith(_CONVERSATIONS):
+            self._conversation(answer, request, path.removeprefix(_CONVERSATIONS), query)
+        else:
+            raise TurnError(404, f"There is no {path} here.", reason="PATH_UNKNOWN")
+
+    # Turns
+
+    def _turn(self, answer: HttpAnswer, request: HttpRequest, path: str) -> None:
+        _require_json(request)
+        turn = self._intake.turn(path, request.body, request.headers)
+        request.body = b""
+        self._gate.enter()
+        self._run(answer, self._serve_turn(answer, turn), self._gate.leave)
+
+    async def _serve_turn(self, answer: HttpAnswer, turn: TurnRequest) -> None:
+        try:
+            await self._forwarder.serve(turn, TurnAnswer(answer, turn))
+        except TurnError as error:
+            headers = [(b"x-kvturn-conversation", header_value(turn.key.conversation_id))]
+            if turn.request_id is not None:
+                headers.append((b"x-request-id", turn.request_id.encode()))
+            answer.refuse(error, headers)
+
+    def _run(
+        self,
+        answer: HttpAnswer,
+        work: Coroutine[None, None, None],
+        done: Callable[[], None] | None = None,
+    ) -> None:
+        task = asyncio.get_running_loop().create_task(self._guarded(answer, work))
+        answer.gone = lambda: _cancel(task)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        if done is not None:
+            task.add_done_callback(lambda _: done())
+
+    async def _guarded(self, answer: HttpAnswer, work: Coroutine[None, None, None]) -> None:
+        try:
+            await work
+        except TurnError as error:
+            answer.refuse(error)
+        except Exception:
+            logger.exception("a request ended in a fault of the router")
+            failure = TurnError(500, "The router failed.", reason="INTERNAL")
+            if answer.started:
+                answer.fail(failure)
+            else:
+                answer.refuse(failure)
+
+    # Models and health
+
+    async def _models(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        engine = self._any_engine()
+        own = request.headers.get("authorization")
+        authorization = self._authorization or (own.encode("latin-1") if own else None)
+        try:
+            exchange = await engine.get(
+                b"/v1/models", authorization=authorization, silence_s=_MODELS_SILENCE_S
+            )
+            try:
+                body = await whole_body(exchange)
+            finally:
+                exchange.close()
+        except EngineFault as fault:
+            raise engine_error(engine.role, fault) from None
+        answer.whole(exchange.status, [*relayed_headers(exchange), *_echoed(request)], body)
+
+    def _any_engine(self) -> Engine:
+        for engine in (*self._fleet.decodes, *self._fleet.prefills):
+            if engine.usable:
+                return engine
+        raise no_engine(DECODE)
+
+    def _ready(self, answer: HttpAnswer) -> None:
+        missing = self._fleet.missing()
+        reason = f"no usable {' and no usable '.join(missing)} engine" if missing else ""
+        if self._gate.draining:
+            reason = "shutting down"
+        body = msgspec.json.encode({"ready": not reason, "reason": reason or None})
+        headers = [*_JSON, (b"retry-after", b"1")] if reason else _JSON
+        answer.whole(503 if reason else 200, headers, body)
+
+    # Conversations
+
+    def _conversation(
+        self, answer: HttpAnswer, request: HttpRequest, rest: str, query: str
+    ) -> None:
+        keep_alive = rest.endswith("/keepalive")
+        key = self._key(request, rest.removesuffix("/keepalive"), query)
+        if keep_alive:
+            _allow(request, "POST")
+            self._run(answer, self._keep_alive(answer, request, key))
+        elif request.method == "DELETE":
+            self._run(answer, self._end(answer, key))
+        else:
+            _allow(request, "GET", "DELETE")
+            self._tell(answer, key)
+
+    def _key(self, request: HttpRequest, name: str, query: str) -> ConversationKey:
+        try:
+            conversation_id = unquote(name, errors="strict")
+            fields = parse_qs(query, keep_blank_values=True, errors="strict")
+        except (UnicodeDecodeError, ValueError):
+            raise TurnError(400, "The path cannot be read.", reason="PATH_INVALID") from None
+        if not fields.get("model"):
+            raise bad_field("model", "The query must name the model: ?model=NAME.")
+        return ConversationKey(
+            tenant_of(request.headers, self._intake.tenant_header),
+            checked_name("model", fields["model"][0]),
+            checked_name("conversation_id", conversation_id),
+        )
+
+    def _tell(self, answer: HttpAnswer, key: ConversationKey) -> None:
+        reports = self._book.reports(key)
+        if reports is None:
+            raise TurnError(
+                404, "This router knows no such conversation.", reason="CONVERSATION_NOT_FOUND"
+            )
+        body = {
+            "conversation_id": key.conversation_id,
+            "model": key.model,
+            "turns": [report._asdict() for report in reports],
+        }
+        answer.whole(200, _JSON, msgspec.json.encode(body))
+
+    async def _end(self, answer: HttpAnswer, key: ConversationKey) -> None:
+        ended = await self._forwarder.end_conversation(key)
+        answer.whole(200, _JSON, msgspec.json.encode({"leases_ended": ended}))
+
+    async def _keep_alive(
+        self, answer: HttpAnswer, request: HttpRequest, key: ConversationKey
+    ) -> None:
+        if self._lease is None:
+            raise TurnError(
+                501, "There is no lease service to keep it alive at.", reason="NOT_OFFERED"
+            )
+        absence_s = given_number(parse(request.body), "absence_s") if request.body else None
+        if absence_s is not None and not 0 < absence_s <= _ABSENCE_S_MAX:
+            raise bad_field("absence_s", f"absence_s must be above 0 and at most {_ABSENCE_S_MAX}.")
+        kept_s = await self._lease.keep_alive(key, absence_s)
+        answer.whole(200, _JSON, msgspec.json.encode({"kept_s": kept_s}))
+
+
+def _cancel(task: asyncio.Task[None]) -> None:
+    task.cancel()
+
+
+def _allow(request: HttpRequest, *methods: str) -> None:
+    if request.method in methods or (request.method == "HEAD" and "GET" in methods):
+        return
+    raise TurnError(405, f"Use {' or '.join(methods)} here.", reason="METHOD_NOT_ALLOWED")
+
+
+def _require_json(request: HttpRequest) -> None:
+    # As vLLM: it also keeps a web page elsewhere from posting turns unasked.
+    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
+    if media_type != "application/json":
+        raise TurnError(
+            415, "The content type must be application/json.", reason="MEDIA_TYPE_UNSUPPORTED"
+        )
+
+
+def _echoed(request: HttpRequest) -> list[tuple[bytes, bytes]]:
+    request_id = client_request_id(request.headers)
+    return [] if request_id is None else [(b"x-request-id", request_id.encode())]

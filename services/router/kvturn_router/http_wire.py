@@ -1,0 +1,511 @@
+"""HTTP/1.1 from clients: raw protocol, one request of a connection at a time.
+
+Requests that a client sends ahead wait their turn, within limits. A client that
+closes its side is gone: what is being done for it is cancelled at once, so a
+connection is read from even while its request is served.
+"""
+
+import asyncio
+import email.utils
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Final, Protocol
+
+import httptools
+
+from kvturn_router.errors import TurnError
+
+_AHEAD_MAX: Final = 16
+"""Requests of one connection that may wait their turn."""
+
+_DISCARD_S: Final = 2.0
+"""How long what follows a refused request is read and dropped, so that the client sees why."""
+
+_HEADERS_MAX: Final = 256
+
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+@dataclass(slots=True)
+class HttpRequest:
+    """A request as it came. Header names are in lower case, values latin-1 text."""
+
+    method: str
+    target: bytes
+    headers: dict[str, str]
+    body: bytes
+    keeps: bool
+    chunks: bool
+
+
+class Flow(Protocol):
+    """What can be made to wait while a client does not read."""
+
+    def pause(self) -> None:
+        """Stops reading."""
+
+    def resume(self) -> None:
+        """Reads again."""
+
+
+@dataclass(frozen=True, slots=True)
+class WireLimits:
+    """Limits on one connection.
+
+    Bodies above `body_bytes_max` are refused with 413, heads above
+    `head_bytes_max` with 431. A request must be whole `request_s` after its last
+    byte came, an idle connection is closed after `idle_s`.
+    """
+
+    body_bytes_max: int
+    head_bytes_max: int
+    request_s: float = 30.0
+    idle_s: float = 120.0
+
+
+Serve = Callable[["HttpAnswer", HttpRequest], None]
+"""Begins to serve a request; the answer goes to the first argument."""
+
+
+@dataclass(slots=True)
+class Listener:
+    """What all connections of one listener share."""
+
+    serve: Serve
+    limits: WireLimits
+    connections: set["ClientConnection"] = field(default_factory=set)
+    draining: bool = False
+    emptied: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set whenever the last connection has gone."""
+    _date_s: int = 0
+    _date: bytes = b""
+
+    def date(self) -> bytes:
+        """Returns the value of a Date header, made once a second."""
+        now_s = int(time.time())
+        if now_s != self._date_s:
+            self._date_s = now_s
+            self._date = email.utils.formatdate(now_s, usegmt=True).encode()
+        return self._date
+
+    def sweep(self, now: float) -> None:
+        """Closes connections that took too long; `now` is the loop's time."""
+        for connection in list(self.connections):
+            connection.check_time(now)
+
+    def drain(self) -> None:
+        """Lets requests being served finish, and closes each connection after it."""
+        self.draining = True
+        for connection in list(self.connections):
+            connection.drain()
+
+    def abort(self) -> None:
+        """Ends every connection now."""
+        for connection in list(self.connections):
+            connection.abort()
+
+
+class HttpAnswer:
+    """The answer to one request.
+
+    Calls after the client has gone do nothing. `gone` is called once, when the
+    client goes before the answer has ended.
+    """
+
+    def __init__(self, connection: "ClientConnection", request: HttpRequest) -> None:
+        self.gone: Callable[[], None] = _nothing
+        self.started = False
+        self._connection: ClientConnection | None = connection
+        self._keeps = request.keeps
+        self._chunks = request.chunks
+        self._bodiless = request.method == "HEAD"
+        self._chunked = False
+        self._head = b""
+        self._flow: Flow | None = None
+        self._events = False
+
+    def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
+        """Sends a whole answer."""
+        self.begin(status, headers, len(body), None)
+        self.write(body, True)
+
+    def refuse(self, error: TurnError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
+        """Sends an error, and closes the connection if the request was not read whole."""
+        self.whole(error.status, [*error.headers(), *headers], error.body())
+
+    def begin(
+        self,
+        status: int,
+        headers: Sequence[tuple[bytes, bytes]],
+        length: int | None,
+        flow: Flow | None,
+    ) -> None:
+        """Sends the head, together with the first bytes of the body if they follow at once.
+
+        `length` is the body's length, None if not known. `flow` is paused while
+        the client does not read.
+        """
+        assert not self.started
+        self.started = True
+        connection = self._connection
+        if connection is None:
+            return
+        self._flow = flow
+        self._keeps = self._keeps and not connection.listener.draining
+        self._chunked = length is None and self._chunks
+        if length is None and not self._chunks:
+            self._keeps = False
+        self._events = any(
+            name == b"content-type" and value.startswith(b"text/event-stream")
+            for name, value in headers
+        )
+        framing = [] if length is None else [(b"content-length", b"%d" % length)]
+        if self._chunked:
+            framing.append((b"transfer-encoding", b"chunked"))
+        if not self._keeps:
+            framing.append((b"connection", b"close"))
+        framing.append((b"date", connection.listener.date()))
+        self._head = head_bytes(status, [*headers, *framing])
+        if length is None:
+            asyncio.get_running_loop().call_soon(self._send_head)
+        connection.take_flow(flow)
+
+    def write(self, data: bytes, last: bool) -> None:
+        """Sends more of the body, and with `last` ends the answer."""
+        connection = self._connection
+        if connection is None:
+            return
+        if self._bodiless:
+            data = b""
+        if self._chunked and not self._bodiless:
+            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
+            if last:
+                data += b"0\r\n\r\n"
+        head, self._head = self._head, b""
+        if head or data:
+            connection.send(head + data)
+        if last:
+            self._connection = None
+            connection.answered(self._keeps)
+
+    def fail(self, error: TurnError) -> None:
+        """Ends a begun answer that will not be whole: an error event, then the connection ends.
+
+        The body is not ended in form, so that a client that does not know the
+        event sees a broken answer too, never a finished one.
+        """
+        connection = self._connection
+        if connection is None:
+            return
+        if self._events:
+            self.write(b"data: " + error.body() + b"\n\n", False)
+        self._connection = None
+        connection.close()
+
+    def lost(self) -> None:
+        """Called by the connection: the client is gone."""
+        if self._connection is not None:
+            self._connection = None
+            self.gone()
+
+    def _send_head(self) -> None:
+        if self._head and self._connection is not None:
+            head, self._head = self._head, b""
+            self._connection.send(head)
+
+
+class ClientConnection(asyncio.Protocol):
+    """One connection from a client."""
+
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._loop = asyncio.get_running_loop()
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._current: HttpAnswer | None = None
+        self._ahead: deque[HttpRequest] = deque()
+        self._flow: Flow | None = None
+        self._blocked = False
+        self._last_read = self._loop.time()
+        # The request being read.
+        self._target = b""
+        self._headers: dict[str, str] = {}
+        self._header_count = 0
+        self._field_bytes = 0
+        self._body: list[bytes] = []
+        self._body_bytes = 0
+        self._head_bytes = 0
+        self._in_head = True
+        self._reading = False
+        self._upgrading = False
+        self._refused: TurnError | None = None
+        self._closing = False
+
+    # What the listener and the answer call
+
+    def check_time(self, now: float) -> None:
+        """Closes the connection if its client took too long."""
+        if self._current is not None or self._transport is None:
+            return
+        quiet_s = now - self._last_read
+        if self._closing:
+            if quiet_s > _DISCARD_S:
+                self.abort()
+        elif self._reading:
+            if quiet_s > self.listener.limits.request_s:
+                self._refuse(TurnError(408, "The request did not come whole.", reason="SLOW"))
+        elif quiet_s > self.listener.limits.idle_s:
+            self.close()
+
+    def drain(self) -> None:
+        """Closes the connection as soon as it serves nothing."""
+        if self._current is None and not self._reading:
+            self.close()
+
+    def send(self, data: bytes) -> None:
+        """Sends bytes of an answer."""
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def take_flow(self, flow: Flow | None) -> None:
+        """Names what to pause while the client does not read."""
+        self._flow = flow
+        if self._blocked and flow is not None:
+            flow.pause()
+
+    def answered(self, keeps: bool) -> None:
+        """Called by the answer: it has ended."""
+        self._current = None
+        self._flow = None
+        self._last_read = self._loop.time()
+        if not keeps or self.listener.draining:
+            self.close()
+        elif self._ahead:
+            self._loop.call_soon(self._serve_next)
+        elif self._refused is not None:
+            self._answer_refusal()
+
+    def close(self) -> None:
+        """Closes the connection once what was written has gone out."""
+        if self._transport is not None:
+            self._transport.close()
+
+    def abort(self) -> None:
+        """Ends the connection now."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    # asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport = transport
+        self.listener.connections.add(self)
+        self.listener.emptied.clear()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        del exc
+        self._transport = None
+        self.listener.connections.discard(self)
+        if not self.listener.connections:
+            self.listener.emptied.set()
+        self._ahead.clear()
+        self._body.clear()
+        current, self._current = self._current, None
+        if current is not None:
+            current.lost()
+
+    def eof_received(self) -> bool:
+        # The client will send no more; for it to go on reading is so rare that
+        # serving the ones that have gone is not worth it.
+        self.abort()
+        return False
+
+    def pause_writing(self) -> None:
+        self._blocked = True
+        if self._flow is not None:
+            self._flow.pause()
+
+    def resume_writing(self) -> None:
+        self._blocked = False
+        if self._flow is not None:
+            self._flow.resume()
+
+    def data_received(self, data: bytes) -> None:
+        self._last_read = self._loop.time()
+        if self._closing or self._refused is not None:
+            return
+        self._reading = True
+        if self._in_head:
+            self._head_bytes += len(data)
+        self._feed(data)
+        if self._in_head and self._head_bytes > self.listener.limits.head_bytes_max:
+            self._refuse_head()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on_without_upgrade(data[upgrade.args[0] :])
+        except httptools.HttpParserError as error:
+            if self._refused is None:
+                self._refuse(
+                    TurnError(400, f"The request is not HTTP: {error}.", reason="REQUEST_INVALID")
+                )
+
+    def _go_on_without_upgrade(self, rest: bytes) -> None:
+        # Some clients offer h2c with every request. The parser leaves the body
+        # unread then: it gets the same head again, without the offer.
+        skipped = ("upgrade", "connection", "http2-settings")
+        lines = [
+            f"{name}: {value}\r\n" for name, value in self._headers.items() if name not in skipped
+        ]
+        method = self._parser.get_method()
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (
+            method,
+            self._target,
+            "".join(lines).encode("latin-1"),
+        )
+        self._parser = httptools.HttpRequestParser(self)
+        self._upgrading = False
+        self._feed(head + rest)
+
+    # httptools
+
+    def on_message_begin(self) -> None:
+        self._target = b""
+        self._headers = {}
+        self._header_count = 0
+        self._field_bytes = 0
+        self._body = []
+        self._body_bytes = 0
+        self._in_head = True
+        self._reading = True
+
+    def on_url(self, url: bytes) -> None:
+        self._target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:
+            # A trailer: nothing here is read after the body.
+            return
+        self._header_count += 1
+        self._field_bytes += len(name) + len(value)
+        key = name.lower().decode("latin-1")
+        text = value.decode("latin-1")
+        self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
+        if (
+            self._header_count > _HEADERS_MAX
+            or self._field_bytes > self.listener.limits.head_bytes_max
+        ):
+            self._refuse_head()
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._head_bytes = 0
+        self._upgrading = self._parser.should_upgrade()
+        length = self._headers.get("content-length", "")
+        if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
+            self._refuse_body()
+        elif not self._upgrading and self._headers.get("expect", "").lower() == "100-continue":
+            self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, data: bytes) -> None:
+        if self._refused is not None:
+            return
+        self._body_bytes += len(data)
+        if self._body_bytes > self.listener.limits.body_bytes_max:
+            self._refuse_body()
+        else:
+            self._body.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._refused is not None or self._upgrading:
+            return
+        version = self._parser.get_http_version()
+        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        self._body = []
+        self._reading = False
+        self._in_head = True
+        request = HttpRequest(
+            method=self._parser.get_method().decode("latin-1"),
+            target=self._target,
+            headers=self._headers,
+            body=body,
+            keeps=self._parser.should_keep_alive(),
+            chunks=version == "1.1",
+        )
+        if version not in ("1.0", "1.1"):
+            self._refuse(TurnError(505, "Speak HTTP/1.1.", reason="REQUEST_INVALID"))
+        elif self._current is None and not self._ahead:
+            self._serve(request)
+        elif len(self._ahead) < _AHEAD_MAX:
+            self._ahead.append(request)
+        else:
+            self._refuse(TurnError(429, "Too many requests sent ahead.", reason="TOO_MANY_AHEAD"))
+
+    def _serve(self, request: HttpRequest) -> None:
+        answer = HttpAnswer(self, request)
+        self._current = answer
+        self.listener.serve(answer, request)
+
+    def _serve_next(self) -> None:
+        if self._current is None and self._ahead and self._transport is not None:
+            self._serve(self._ahead.popleft())
+
+    # Refusals of what cannot be read
+
+    def _refuse_head(self) -> None:
+        most = self.listener.limits.head_bytes_max
+        self._refuse(
+            TurnError(
+                431,
+                f"The head has more than {most} bytes or {_HEADERS_MAX} fields.",
+                reason="HEAD_TOO_LARGE",
+            )
+        )
+
+    def _refuse_body(self) -> None:
+        most = self.listener.limits.body_bytes_max
+        self._refuse(
+            TurnError(413, f"The body has more than {most} bytes.", reason="BODY_TOO_LARGE")
+        )
+
+    def _refuse(self, error: TurnError) -> None:
+        if self._refused is not None:
+            return
+        self._refused = error
+        self._body = []
+        if self._current is None and not self._ahead:
+            self._answer_refusal()
+
+    def _answer_refusal(self) -> None:
+        error = self._refused
+        if error is None or self._closing:
+            return
+        self._closing = True
+        body = error.body()
+        headers = [
+            *error.headers(),
+            (b"content-length", b"%d" % len(body)),
+            (b"connection", b"close"),
+            (b"date", self.listener.date()),
+        ]
+        self.send(head_bytes(error.status, headers) + body)
+        # The connection stays open for a moment and drops what still comes: a
+        # client that is writing its body would otherwise see a reset, not this.
+        if self._transport is not None and self._transport.can_write_eof():
+            self._transport.write_eof()
+
+
+def head_bytes(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
+    """Returns the head of an answer as it goes on the wire."""
+    lines = [b"%b: %b\r\n" % header for header in headers]
+    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, _REASONS.get(status, b""), b"".join(lines))
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,169 @@
+"""A turn as a client asked for it, checked, in the same form for both fronts."""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from kvturn_router.body import (
+    given,
+    given_flag,
+    given_string,
+    needs_decode_alone,
+    parse,
+    without_transfer_arguments,
+)
+from kvturn_router.conversation import ConversationKey, checked_name, conversation_id_of
+from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.telemetry import TraceContext, trace_context
+
+CHAT: Final = "/v1/chat/completions"
+COMPLETIONS: Final = "/v1/completions"
+
+# What an engine reads from a request's headers, besides its type and its key.
+_PASSED_ON = ("x-session-id", "x-vllm-priority", "endpoint-load-metrics-format", "tracestate")
+
+_client_id = re.compile(r"[\x21-\x7e]{1,256}")
+
+
+@dataclass(slots=True)
+class TurnRequest:
+    """One checked request.
+
+    `members` are the body's, to be let go once the decode leg is under way.
+    `authorization` is the client's own header. `request_id` is the client's,
+    None if it sent none that can be echoed.
+    """
+
+    path: str
+    members: dict[str, bytes]
+    stream: bool
+    alone: bool
+    reuse: bool
+    key: ConversationKey
+    authorization: bytes | None
+    passed_on: list[tuple[bytes, bytes]]
+    trace: TraceContext | None
+    request_id: str | None
+    client_wants_token_ids: bool = field(default=False)
+
+
+def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
+    """Returns who a request comes from, "" if nothing says.
+
+    That is the value of the header named by `tenant_header` (lower case), else
+    a digest of the API key, which is itself never stored. Raises TurnError 400
+    if the header's value is longer than a tenant may be.
+    """
+    if tenant_header is not None and (named := headers.get(tenant_header)):
+        return checked_name(tenant_header, _text(tenant_header, named))
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer" or not key.strip():
+        return ""
+    return "key-" + hashlib.sha256(key.strip().encode()).hexdigest()[:16]
+
+
+def client_request_id(headers: Mapping[str, str]) -> str | None:
+    """Returns the client's X-Request-Id, None if it sent none that can be echoed."""
+    request_id = headers.get("x-request-id", "")
+    return request_id if _client_id.fullmatch(request_id) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Intake:
+    """Reads requests.
+
+    `tenant_header` is the lower-case name of the header that names the tenant,
+    None to use API keys. `mint` returns a new conversation id that nobody can
+    guess.
+    """
+
+    tenant_header: str | None
+    mint: Callable[[], str]
+
+    def turn(
+        self,
+        path: str,
+        body: bytes,
+        headers: Mapping[str, str],
+        *,
+        conversation_id: str | None = None,
+        stream: bool | None = None,
+    ) -> TurnRequest:
+        """Returns the turn that a body asks for.
+
+        `headers` have lower-case names. `conversation_id` and `stream` are what
+        the transport says itself, over what the body says. Raises TurnError 400
+        naming what is wrong.
+        """
+        members = parse(body)
+        model = _model_of(members)
+        if path == CHAT:
+            _require(members, "messages", "array")
+        elif given(members, "prompt_embeds", "string", "array") is None:
+            _require(members, "prompt", "string", "array")
+        given(members, "stream_options", "object")
+        without_transfer_arguments(members)
+        streamed = given_flag(members, "stream")
+        if stream is not None and stream != streamed:
+            members["stream"] = b"true" if stream else b"false"
+            if not stream:
+                members.pop("stream_options", None)
+        header = headers.get("x-conversation-id")
+        named = conversation_id_of(
+            members, None if header is None else _text("X-Conversation-Id", header)
+        )
+        if conversation_id:
+            named = checked_name("conversation_id", conversation_id)
+        tenant = tenant_of(headers, self.tenant_header)
+        authorization = headers.get("authorization")
+        return TurnRequest(
+            path=path,
+            members=members,
+            stream=streamed if stream is None else stream,
+            alone=needs_decode_alone(members, path),
+            reuse=_reuse_of(headers),
+            key=ConversationKey(tenant, model, named or self.mint()),
+            authorization=authorization.encode("latin-1") if authorization else None,
+            passed_on=[
+                (name.encode(), headers[name].encode("latin-1"))
+                for name in _PASSED_ON
+                if name in headers
+            ],
+            trace=trace_context(headers.get("traceparent")),
+            request_id=client_request_id(headers),
+            client_wants_token_ids=given_flag(members, "return_token_ids"),
+        )
+
+
+def _text(name: str, value: str) -> str:
+    # Fronts read headers byte by byte, as latin-1; names in them are UTF-8.
+    try:
+        return value.encode("latin-1").decode()
+    except UnicodeError:
+        raise bad_field(name, f"{name} must be UTF-8.") from None
+
+
+def _model_of(members: dict[str, bytes]) -> str:
+    model = given_string(members, "model")
+    if model is None:
+        raise bad_field("model", "model is required.")
+    return checked_name("model", model)
+
+
+def _require(members: dict[str, bytes], name: str, *kinds: str) -> None:
+    if given(members, name, *kinds) is None:
+        raise bad_field(name, f"{name} is required.")
+
+
+def _reuse_of(headers: Mapping[str, str]) -> bool:
+    value = headers.get("x-kvturn-reuse", "on").strip().lower()
+    if value not in ("on", "off"):
+        raise TurnError(
+            400,
+            'X-Kvturn-Reuse must be "on" or "off".',
+            reason="FIELD_INVALID",
+            param="X-Kvturn-Reuse",
+        )
+    return value == "on"

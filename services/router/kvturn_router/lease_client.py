@@ -1,0 +1,281 @@
+"""The router's calls to the lease service.
+
+None of them can fail a turn: an answer that does not come in time is a verdict.
+Signs of life go out beside the turns, one at a time per conversation so that
+they arrive in order, and through a bounded queue.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, NamedTuple, cast
+
+import grpc
+import grpc.aio
+from google.protobuf import duration_pb2
+
+from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_router.conversation import ConversationKey
+from kvturn_router.errors import TurnError
+from kvturn_router.plan import Resolution
+from kvturn_router.verdict import Verdict, verdict_named
+
+if TYPE_CHECKING:
+    from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
+
+logger = logging.getLogger("kvturn.router.lease")
+
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+_TOUCHES_MAX = 10_000
+"""Conversations with signs of life waiting to be sent; beyond it new ones are dropped."""
+_TOUCHES_AT_ONCE = 8
+_TOUCH_DEADLINE_S = 1.0
+_TOUCH_TRIES = 3
+_CALL_DEADLINE_S = 1.0
+
+_CHANNEL_OPTIONS = (
+    # One attempt per call: the deadline is far below a retry's backoff.
+    ("grpc.enable_retries", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # An idle channel would have to connect again within the question deadline.
+    ("grpc.client_idle_timeout_ms", 2**31 - 1),
+)
+
+
+class ReadState(NamedTuple):
+    """How a lease's read stands.
+
+    `reading_ms` is the time since it began, None if nobody reads. `over` says
+    that the lease is gone, so that no read of it can begin.
+    """
+
+    reading_ms: int | None
+    over: bool
+
+
+class LeaseClient:
+    """Asks the lease service at `target` (HOST:PORT).
+
+    `question_deadline_ms` bounds what a turn waits for an answer.
+    """
+
+    def __init__(self, target: str, *, question_deadline_ms: int) -> None:
+        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
+        self._stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(self._channel))
+        self._target = target
+        self._question_s = question_deadline_ms / 1000
+        self._answering = True
+        self._touches = _TouchQueue(self._send_touch)
+
+    def start(self) -> None:
+        """Connects ahead of the first question."""
+        self._channel.get_state(try_to_connect=True)
+
+    async def stop(self) -> None:
+        """Gives up what is on its way and closes the channel."""
+        await self._touches.stop()
+        await self._channel.close(None)
+
+    async def resolve(
+        self, key: ConversationKey, expected_turn: int, metadata: Metadata
+    ) -> Resolution:
+        """Returns who holds the conversation's KV, or why nobody does. Never raises.
+
+        `expected_turn` is the turn whose retention may still be on its way, 0
+        if none: the answer may wait for it, within the question deadline.
+        """
+        request = lease_pb2.ResolveConversationRequest(conversation=_message(key))
+        if expected_turn:
+            request.expected_turn = expected_turn
+            request.wait.CopyFrom(_duration(self._question_s * 0.6))
+        try:
+            answer = await self._stub.ResolveConversation(
+                request, timeout=self._question_s, metadata=metadata
+            )
+        except grpc.RpcError as error:
+            self._heard(error)
+            return Resolution(Verdict.LEASE_SERVICE_UNREACHABLE)
+        self._heard(None)
+        if answer.lease_id:
+            return Resolution(
+                None,
+                answer.lease_id,
+                answer.http_address,
+                answer.longest_read.ToMilliseconds(),
+            )
+        return Resolution(verdict_of(answer.verdict) or Verdict.NO_LEASE, "", answer.http_address)
+
+    async def read_state(self, lease_id: str) -> ReadState | None:
+        """Returns how the lease's read stands, None if the service does not answer."""
+        try:
+            answer = await self._stub.GetLease(
+                lease_pb2.GetLeaseRequest(lease_id=lease_id), timeout=_CALL_DEADLINE_S
+            )
+        except grpc.RpcError as error:
+            over = _code(error) is grpc.StatusCode.NOT_FOUND
+            return ReadState(None, over) if over else None
+        if not answer.lease.HasField("reading_for"):
+            return ReadState(None, answer.lease.state == lease_pb2.Lease.STATE_ENDING)
+        return ReadState(answer.lease.reading_for.ToMilliseconds(), False)
+
+    def turn_began(self, key: ConversationKey) -> bool:
+        """Reports a turn in flight; returns whether it will be told.
+
+        If it is, `turn_ended` must follow.
+        """
+        return self._touches.add(key, 1)
+
+    def turn_ended(self, key: ConversationKey) -> None:
+        """Reports the end of a turn that `turn_began` has taken."""
+        self._touches.add(key, -1, always=True)
+
+    async def end_conversation(self, key: ConversationKey) -> int:
+        """Ends a conversation; returns how many leases that ended.
+
+        Raises TurnError 503 if the service does not answer, 400 if it refuses.
+        """
+        request = lease_pb2.EndConversationRequest(conversation=_message(key))
+        try:
+            answer = await self._stub.EndConversation(request, timeout=_CALL_DEADLINE_S)
+        except grpc.RpcError as error:
+            raise _turn_error(error) from None
+        return int(answer.leases_ended)
+
+    async def keep_alive(self, key: ConversationKey, absence_s: float | None) -> float:
+        """Keeps a conversation from becoming idle; returns for how many seconds.
+
+        Raises TurnError 404 if it is not known, 503 if the service does not answer.
+        """
+        request = lease_pb2.KeepConversationAliveRequest(conversation=_message(key))
+        if absence_s is not None:
+            request.absence.CopyFrom(_duration(absence_s))
+        try:
+            answer = await self._stub.KeepConversationAlive(request, timeout=_CALL_DEADLINE_S)
+        except grpc.RpcError as error:
+            raise _turn_error(error) from None
+        return float(answer.kept.ToMilliseconds() / 1000)
+
+    async def _send_touch(self, key: ConversationKey, delta: int) -> bool:
+        request = lease_pb2.TouchConversationRequest(
+            conversation=_message(key), turns_in_flight_delta=delta
+        )
+        try:
+            await self._stub.TouchConversation(request, timeout=_TOUCH_DEADLINE_S)
+        except grpc.RpcError as error:
+            return _code(error) is grpc.StatusCode.INVALID_ARGUMENT
+        return True
+
+    def _heard(self, error: grpc.RpcError | None) -> None:
+        # One line per change, not per turn.
+        if error is None and not self._answering:
+            logger.warning("the lease service at %s answers again", self._target)
+        elif error is not None and self._answering:
+            logger.warning(
+                "the lease service at %s does not answer (%s); turns recompute",
+                self._target,
+                _code(error).name,
+            )
+        self._answering = error is None
+
+
+class _TouchQueue:
+    """Signs of life waiting to be sent: one number per conversation.
+
+    `send` tells one and returns whether it need not be tried again.
+    """
+
+    def __init__(self, send: Callable[[ConversationKey, int], Awaitable[bool]]) -> None:
+        self._send = send
+        self._waiting: dict[ConversationKey, int] = {}
+        self._sending: set[ConversationKey] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, key: ConversationKey, delta: int, *, always: bool = False) -> bool:
+        """Adds to what is to be told of a conversation; returns whether it will be told.
+
+        `always` takes it beyond the limit: it undoes what was taken before.
+        """
+        if not always and len(self._waiting) >= _TOUCHES_MAX:
+            return False
+        self._waiting[key] = self._waiting.get(key, 0) + delta
+        if len(self._tasks) < _TOUCHES_AT_ONCE:
+            task = asyncio.get_running_loop().create_task(self._drain())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def stop(self) -> None:
+        """Drops what waits."""
+        self._waiting.clear()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _drain(self) -> None:
+        while True:
+            key = next((key for key in self._waiting if key not in self._sending), None)
+            if key is None:
+                return
+            delta = self._waiting.pop(key)
+            self._sending.add(key)
+            try:
+                await self._deliver(key, delta)
+            finally:
+                self._sending.discard(key)
+
+    async def _deliver(self, key: ConversationKey, delta: int) -> None:
+        for attempt in range(_TOUCH_TRIES):
+            if attempt:
+                await asyncio.sleep(0.2 * attempt)
+            if await self._send(key, delta):
+                return
+
+
+def verdict_of(number: int) -> Verdict | None:
+    """Returns the verdict of a proto number, None for unspecified or unknown ones."""
+    try:
+        name = common_pb2.Verdict.Name(number)
+    except ValueError:
+        return None
+    return verdict_named(name.removeprefix("VERDICT_").lower())
+
+
+def proto_verdict(verdict: Verdict) -> common_pb2.Verdict:
+    """Returns the proto value of a verdict."""
+    number = common_pb2.Verdict.Value(f"VERDICT_{verdict.upper()}")
+    return cast("common_pb2.Verdict", number)
+
+
+def _message(key: ConversationKey) -> common_pb2.ConversationKey:
+    return common_pb2.ConversationKey(
+        tenant=key.tenant, model=key.model, conversation_id=key.conversation_id
+    )
+
+
+def _duration(seconds: float) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromMilliseconds(round(seconds * 1000))
+    return duration
+
+
+def _code(error: grpc.RpcError) -> grpc.StatusCode:
+    assert isinstance(error, grpc.aio.AioRpcError)
+    return error.code()
+
+
+def _turn_error(error: grpc.RpcError) -> TurnError:
+    code = _code(error)
+    assert isinstance(error, grpc.aio.AioRpcError)
+    if code is grpc.StatusCode.NOT_FOUND:
+        return TurnError(404, "No such conversation is held.", reason="CONVERSATION_NOT_FOUND")
+    if code is grpc.StatusCode.INVALID_ARGUMENT:
+        return TurnError(400, error.details() or "refused", reason="FIELD_INVALID")
+    return TurnError(
+        503,
+        f"The lease service does not answer ({code.name}).",
+        reason="LEASE_SERVICE_UNREACHABLE",
+        retry_after_s=1,
+    )

@@ -1,0 +1,164 @@
+"""What prefill's answer says: KV for decode to fetch, and what came of a lease.
+
+Nothing here does I/O.
+"""
+
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+import msgspec
+
+from kvturn_router.body import joined
+from kvturn_router.conversation import ConversationKey
+from kvturn_router.verdict import Verdict, verdict_named
+
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_no_blocks = b"[], \t\r\n"
+
+
+class ReadReport(NamedTuple):
+    """What prefill's connector says of one turn.
+
+    Counts are tokens; `verdict` is None if it named none that is known.
+    """
+
+    verdict: Verdict | None
+    prompt_tokens: int
+    reused_tokens: int
+    local_tokens: int
+    read_ms: float
+    read_bytes: int
+
+
+class PrefillAnswer(NamedTuple):
+    """A prefill leg's result.
+
+    `transfer` holds the parameters under which decode fetches the KV, without
+    `kvturn`; None if prefill handed over none. `report` is None without our
+    connector. `prompt_tokens` and `cached_tokens` come from the answer's own
+    usage, 0 and None where it has none.
+    """
+
+    transfer: Mapping[str, bytes] | None
+    report: ReadReport | None
+    prompt_tokens: int
+    cached_tokens: int | None
+
+
+NOTHING: Final = PrefillAnswer(None, None, 0, None)
+
+
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Details | None = None
+
+
+class _Report(msgspec.Struct):
+    verdict: str = ""
+    prompt_tokens: int = 0
+    reused_tokens: int = 0
+    local_tokens: int = 0
+    read_ms: float = 0.0
+    read_bytes: int = 0
+
+
+_answer_decoder = msgspec.json.Decoder(_Answer)
+_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_report_decoder = msgspec.json.Decoder(_Report)
+
+
+def read_answer(body: bytes) -> PrefillAnswer:
+    """Returns what a prefill answer says; NOTHING where it cannot be read.
+
+    An answer that hands over no KV is no fault: prefill gives none for a prompt
+    shorter than a block, and decode then computes the prompt itself.
+    """
+    try:
+        answer = _answer_decoder.decode(body)
+    except msgspec.DecodeError:
+        return NOTHING
+    usage = _usage_of(answer.usage)
+    details = usage.prompt_tokens_details
+    cached = details.cached_tokens if details is not None else None
+    try:
+        members = _object_decoder.decode(answer.kv_transfer_params)
+    except msgspec.DecodeError:
+        return PrefillAnswer(None, None, usage.prompt_tokens, cached)
+    report = _report_of(members.pop("kvturn", None))
+    transfer = members if _hands_over(members) else None
+    return PrefillAnswer(transfer, report, usage.prompt_tokens, cached)
+
+
+def _usage_of(value: bytes) -> _Usage:
+    try:
+        return _usage_decoder.decode(value) or _Usage()
+    except msgspec.DecodeError:
+        return _Usage()
+
+
+def _hands_over(members: Mapping[str, bytes]) -> bool:
+    blocks = members.get("remote_block_ids")
+    if blocks is None:
+        # Connectors other than NIXL hand over without naming blocks.
+        return bool(members)
+    text = bytes(memoryview(blocks)[:256])
+    return text != b"null" and bool(text.translate(None, _no_blocks))
+
+
+def _report_of(value: bytes | None) -> ReadReport | None:
+    if value is None:
+        return None
+    try:
+        report = _report_decoder.decode(value)
+    except msgspec.DecodeError:
+        return None
+    return ReadReport(
+        verdict_named(report.verdict),
+        report.prompt_tokens,
+        report.reused_tokens,
+        report.local_tokens,
+        report.read_ms,
+        report.read_bytes,
+    )
+
+
+def kvturn_member(
+    key: ConversationKey | None, turn: int, lease_id: str, traceparent: str | None
+) -> bytes | None:
+    """Returns the `kvturn` member of a leg's transfer parameters, None if it says nothing.
+
+    `key` is None where nothing is to be read or retained.
+    """
+    said: dict[str, str | int] = {}
+    if key is not None:
+        said.update(tenant=key.tenant, model=key.model, conversation=key.conversation_id, turn=turn)
+    if lease_id:
+        said["lease_id"] = lease_id
+    if traceparent is not None:
+        said["traceparent"] = traceparent
+    return msgspec.json.encode(said) if said else None
+
+
+def prefill_transfer(kvturn: bytes | None, handle: list[tuple[str, bytes]]) -> bytes:
+    """Returns the prefill leg's transfer parameters; `handle` are a stock handle's keys."""
+    added = [("do_remote_decode", b"true"), ("do_remote_prefill", b"false"), *handle]
+    if kvturn is not None:
+        added.append(("kvturn", kvturn))
+    return b"".join(joined({}, (), added))
+
+
+def decode_transfer(transfer: Mapping[str, bytes] | None, kvturn: bytes | None) -> bytes | None:
+    """Returns the decode leg's transfer parameters, None if there are none."""
+    if transfer is None and kvturn is None:
+        return None
+    added = [] if kvturn is None else [("kvturn", kvturn)]
+    return b"".join(joined(transfer or {}, (), added))

@@ -1,0 +1,152 @@
+"""One running router: its listeners, its fleet, its orderly end."""
+
+import asyncio
+import contextlib
+import resource
+import socket
+from typing import Final
+
+from kvturn_router.config import RouterConfig
+from kvturn_router.errors import TurnError
+from kvturn_router.fleet import Fleet
+from kvturn_router.forward import Forwarder
+from kvturn_router.gate import Gate
+from kvturn_router.grpc_front import GrpcFront
+from kvturn_router.http_wire import ClientConnection, Listener
+from kvturn_router.lease_client import LeaseClient
+
+_BACKLOG: Final = 4096
+_SWEEP_S: Final = 1.0
+_LAST_WORDS_S: Final = 0.5
+"""How long clients have to take the error that ends their stream."""
+
+
+class ListenError(Exception):
+    """An address cannot be listened on; the message says which and why, in one line."""
+
+
+class RouterServer:
+    """Runs the parts that it is given, together. `grpc` is None for no gRPC front."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        listener: Listener,
+        fleet: Fleet,
+        forwarder: Forwarder,
+        gate: Gate,
+        lease: LeaseClient | None,
+        grpc: GrpcFront | None,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._fleet = fleet
+        self._forwarder = forwarder
+        self._gate = gate
+        self._lease = lease
+        self._grpc = grpc
+        self._server: asyncio.Server | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._changed = asyncio.Event()
+        self.port = 0
+        self.grpc_port: int | None = None
+
+    async def start(self) -> None:
+        """Listens and begins to ask after the engines. Raises ListenError."""
+        _allow_many_connections()
+        host = self._config.host
+        loop = asyncio.get_running_loop()
+        try:
+            self._server = await loop.create_server(
+                lambda: ClientConnection(self._listener),
+                host,
+                self._config.port,
+                backlog=_BACKLOG,
+            )
+        except OSError as error:
+            raise _cannot_listen(host, self._config.port, error) from None
+        self.port = self._server.sockets[0].getsockname()[1]
+        if self._grpc is not None and self._config.grpc_port is not None:
+            await self._start_grpc(self._grpc, host, self._config.grpc_port)
+        if self._lease is not None:
+            self._lease.start()
+        self._fleet.changed = self._changed.set
+        self._fleet.start()
+        self._tasks = [loop.create_task(self._sweep()), loop.create_task(self._tell_health())]
+
+    async def _start_grpc(self, grpc: GrpcFront, host: str, port: int) -> None:
+        try:
+            # gRPC's own error says neither what failed nor why.
+            _try_address(host, port)
+            self.grpc_port = await grpc.start(host, port)
+        except OSError as error:
+            await self._close_listener()
+            raise _cannot_listen(host, port, error) from None
+
+    async def stop(self) -> None:
+        """Refuses new turns, lets running ones end within the grace, then ends them."""
+        self._gate.draining = True
+        await self._close_listener()
+        self._listener.drain()
+        grpc_stop = None
+        grace_s = self._config.grace_s
+        if self._grpc is not None:
+            grpc_stop = asyncio.ensure_future(self._grpc.stop(grace_s + _LAST_WORDS_S))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await self._gate.empty()
+        self._forwarder.end_all(TurnError(503, "The router is shutting down.", reason="DRAINING"))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self._gate.empty()
+                if self._listener.connections:
+                    await self._listener.emptied.wait()
+        self._listener.abort()
+        if grpc_stop is not None:
+            await grpc_stop
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._lease is not None:
+            await self._lease.stop()
+        await self._fleet.stop()
+
+    async def _close_listener(self) -> None:
+        if self._server is not None:
+            self._server.close()
+
+    async def _sweep(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._listener.sweep(loop.time())
+
+    async def _tell_health(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            if self._grpc is not None:
+                await self._grpc.tell_health()
+
+
+def _allow_many_connections() -> None:
+    # Two per turn; the usual soft limit of 1,024 is far below the hard one.
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _try_address(host: str, port: int) -> None:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        probe.listen(1)
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ListenError:
+    reason = "the port is in use" if error.errno == 98 else (error.strerror or str(error))
+    return ListenError(f"cannot listen on {host}:{port}: {reason}")

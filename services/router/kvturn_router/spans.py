@@ -1,0 +1,91 @@
+"""Where the values of a JSON text lie, so that one can be replaced in place.
+
+An engine's answer is not re-serialised: a value is cut out and another put in,
+and every other byte stays. msgspec finds the values, a regular expression the
+names between them. Nothing here does I/O.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+Span = tuple[int, int]
+"""Start and end of a value in the text it was found in."""
+
+_space = rb"[ \t\r\n]*"
+_name = re.compile(_space + rb"[{,]" + _space + rb'"((?:[^"\\]|\\.)*)"' + _space + rb":" + _space)
+_object_end = re.compile(_space + rb"}")
+_item = re.compile(_space + rb"[\[,]" + _space)
+_object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+
+
+def member_spans(text: bytes, start: int, members: Mapping[str, bytes]) -> dict[str, Span] | None:
+    """Returns where each member's value lies.
+
+    `members` are the members that msgspec read from the object that begins at
+    `start`, in its order. Returns None when a name occurs twice in the text:
+    then the values cannot be told apart.
+    """
+    spans: dict[str, Span] = {}
+    position = start
+    for name, value in members.items():
+        found = _name.match(text, position)
+        if found is None or not _is_name(found[1], name):
+            return None
+        position = found.end() + len(value)
+        spans[name] = (found.end(), position)
+    if members and _object_end.match(text, position) is None:
+        return None
+    return spans
+
+
+def _is_name(written: bytes, name: str) -> bool:
+    if b"\\" in written:
+        return bool(json.loads(b'"%s"' % written) == name)
+    return written == name.encode()
+
+
+def find_member(text: bytes, span: Span, name: str) -> Span | None:
+    """Returns where the member `name` of the object at `span` has its value.
+
+    Returns None if there is no such member, or no object.
+    """
+    try:
+        members = _object_decoder.decode(memoryview(text)[span[0] : span[1]])
+    except msgspec.DecodeError:
+        return None
+    if name not in members:
+        return None
+    spans = member_spans(text, span[0], members)
+    return None if spans is None else spans[name]
+
+
+def find_items(text: bytes, span: Span) -> Sequence[Span]:
+    """Returns where the items of the array at `span` lie; none if it is no array."""
+    try:
+        items = _array_decoder.decode(memoryview(text)[span[0] : span[1]])
+    except msgspec.DecodeError:
+        return ()
+    spans: list[Span] = []
+    position = span[0]
+    for item in items:
+        found = _item.match(text, position)
+        if found is None:
+            return ()
+        position = found.end() + len(item)
+        spans.append((found.end(), position))
+    return spans
+
+
+def replace(text: bytes, changes: Sequence[tuple[Span, bytes]]) -> bytes:
+    """Returns the text with each span replaced; spans must not overlap."""
+    parts: list[bytes] = []
+    position = 0
+    for (start, end), value in sorted(changes):
+        parts += (text[position:start], value)
+        position = end
+    parts.append(text[position:])
+    return b"".join(parts)
