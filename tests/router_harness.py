@@ -1,0 +1,322 @@
+"""A router under test: the real one, with stub engines and a scripted lease service.
+
+Everything runs in the test's own event loop, on free ports of 127.0.0.1.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+from google.protobuf import duration_pb2
+from stub_engine import CHAT, GUARD_S, StubEngine
+
+from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_router.__main__ import compose
+from kvturn_router.config import parse_config
+from kvturn_router.server import RouterServer
+from kvturn_router.telemetry import Telemetry
+
+
+@dataclass
+class Answer:
+    """An answer as it came over the wire."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    whole: bool = True
+    """False if the connection ended before the body did."""
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
+
+    @property
+    def events(self) -> list[str]:
+        """Payloads of the body's events."""
+        return [
+            part.removeprefix("data: ") for part in self.body.decode().split("\n\n") if part.strip()
+        ]
+
+    @property
+    def verdict(self) -> str:
+        return self.headers["x-kvturn-verdict"]
+
+
+class Client:
+    """One raw connection to the router."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader = reader
+        self.writer = writer
+
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        """Sends a request."""
+        lines = [f"{method} {path} HTTP/1.1", "host: router"]
+        if body is not None:
+            lines += [f"content-length: {len(body)}"]
+            if not any(name.lower() == "content-type" for name, _ in headers):
+                lines += ["content-type: application/json"]
+        lines += [f"{name}: {value}" for name, value in headers]
+        self.writer.write("\r\n".join(lines).encode("latin-1") + b"\r\n\r\n" + (body or b""))
+        await self.writer.drain()
+
+    async def head(self) -> Answer:
+        """Reads an answer's head."""
+        async with asyncio.timeout(GUARD_S):
+            text = (await self.reader.readuntil(b"\r\n\r\n")).decode("latin-1")
+        start, *lines = text.rstrip("\r\n").split("\r\n")
+        headers: dict[str, str] = {}
+        for name, _, value in (line.partition(":") for line in lines):
+            assert name not in headers, f"{name} is sent twice"
+            headers[name] = value.strip()
+        return Answer(int(start.split(" ")[1]), headers, b"")
+
+    async def piece(self) -> bytes | None:
+        """Reads one chunk of a chunked body; None at its end."""
+        async with asyncio.timeout(GUARD_S):
+            size = int((await self.reader.readuntil(b"\r\n")).strip(), 16)
+            data = await self.reader.readexactly(size + 2)
+        return data[:-2] if size else None
+
+    async def answer(self, *, bodiless: bool = False) -> Answer:
+        """Reads a whole answer."""
+        answer = await self.head()
+        if bodiless or answer.status in (204, 304):
+            return answer
+        pieces: list[bytes] = []
+        try:
+            if answer.headers.get("transfer-encoding") == "chunked":
+                while (piece := await self.piece()) is not None:
+                    pieces.append(piece)
+            elif "content-length" in answer.headers:
+                async with asyncio.timeout(GUARD_S):
+                    pieces.append(
+                        await self.reader.readexactly(int(answer.headers["content-length"]))
+                    )
+            else:
+                async with asyncio.timeout(GUARD_S):
+                    pieces.append(await self.reader.read())
+        except (asyncio.IncompleteReadError, ConnectionError):
+            answer.whole = False
+        answer.body = b"".join(pieces)
+        return answer
+
+    def close(self) -> None:
+        self.writer.close()
+
+
+def turn_body(**members: Any) -> dict[str, Any]:
+    """Returns a chat body, with members added or, where None is given as `...`, left out."""
+    body: dict[str, Any] = {
+        "model": "m",
+        "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        "max_tokens": 16,
+    }
+    body |= members
+    return {name: value for name, value in body.items() if value is not ...}
+
+
+@dataclass
+class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
+    """A lease service whose answers a test sets."""
+
+    lease_id: str = ""
+    verdict: str = "FIRST_TURN"
+    http_address: str = ""
+    longest_read_ms: int = 3000
+    reading_ms: int | None = None
+    silent: bool = False
+    resolved: list[lease_pb2.ResolveConversationRequest] = field(default_factory=list)
+    traceparents: list[str | None] = field(default_factory=list)
+    touches: list[tuple[str, int]] = field(default_factory=list)
+    ended: list[common_pb2.ConversationKey] = field(default_factory=list)
+    kept: list[lease_pb2.KeepConversationAliveRequest] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+    address: str = ""
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> "FakeLease":
+        self._server = grpc.aio.server()
+        lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
+        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        await self._server.start()
+        return self
+
+    async def stop(self) -> None:
+        await self._server.stop(None)
+
+    async def until_touched(self, count: int) -> None:
+        """Waits until signs of life add up to so many calls."""
+        async with asyncio.timeout(GUARD_S):
+            while len(self.touches) < count:
+                self.changed.clear()
+                await self.changed.wait()
+
+    async def _answerable(self) -> None:
+        if self.silent:
+            await asyncio.Event().wait()
+
+    async def ResolveConversation(self, request: Any, context: Any) -> Any:
+        self.resolved.append(request)
+        metadata = dict(context.invocation_metadata() or ())
+        self.traceparents.append(metadata.get("traceparent"))
+        await self._answerable()
+        number = common_pb2.Verdict.Value(f"VERDICT_{self.verdict}")
+        return lease_pb2.ResolveConversationResponse(
+            lease_id=self.lease_id,
+            verdict=None if self.lease_id else number,
+            http_address=self.http_address,
+            longest_read=_milliseconds(self.longest_read_ms),
+        )
+
+    async def TouchConversation(self, request: Any, context: Any) -> Any:
+        await self._answerable()
+        self.touches.append((request.conversation.conversation_id, request.turns_in_flight_delta))
+        self.changed.set()
+        return lease_pb2.TouchConversationResponse()
+
+    async def GetLease(self, request: Any, context: Any) -> Any:
+        self.asked.append(request.lease_id)
+        await self._answerable()
+        lease = lease_pb2.Lease(lease_id=request.lease_id, state=lease_pb2.Lease.STATE_ACTIVE)
+        if self.reading_ms is not None:
+            lease.state = lease_pb2.Lease.STATE_READING
+            lease.reading_for.CopyFrom(_milliseconds(self.reading_ms))
+        return lease_pb2.GetLeaseResponse(lease=lease)
+
+    async def EndConversation(self, request: Any, context: Any) -> Any:
+        await self._answerable()
+        self.ended.append(request.conversation)
+        return lease_pb2.EndConversationResponse(leases_ended=1)
+
+    async def KeepConversationAlive(self, request: Any, context: Any) -> Any:
+        await self._answerable()
+        self.kept.append(request)
+        if request.conversation.conversation_id == "unknown":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such conversation")
+        return lease_pb2.KeepConversationAliveResponse(kept=_milliseconds(60_000))
+
+
+def _milliseconds(value: int) -> duration_pb2.Duration:
+    duration = duration_pb2.Duration()
+    duration.FromMilliseconds(value)
+    return duration
+
+
+class Rig:
+    """A router with its engines and, if asked for, its lease service."""
+
+    def __init__(
+        self,
+        server: RouterServer,
+        prefills: list[StubEngine],
+        decodes: list[StubEngine],
+        lease: FakeLease | None,
+    ) -> None:
+        self.server = server
+        self.prefills = prefills
+        self.decodes = decodes
+        self.prefill = prefills[0]
+        self.decode = decodes[0]
+        self._lease = lease
+        self._clients: list[Client] = []
+
+    @property
+    def lease(self) -> FakeLease:
+        assert self._lease is not None
+        return self._lease
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server.port}"
+
+    async def client(self) -> Client:
+        """Returns a new connection to the router."""
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.server.port))
+        self._clients.append(client)
+        return client
+
+    async def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> Answer:
+        """Sends one request on a connection of its own and returns the answer."""
+        client = await self.client()
+        await client.send(method, path, body, headers)
+        answer = await client.answer(bodiless=method == "HEAD")
+        client.close()
+        return answer
+
+    async def post(
+        self,
+        body: dict[str, Any] | bytes,
+        path: str = CHAT,
+        headers: Sequence[tuple[str, str]] = (),
+    ) -> Answer:
+        """Posts a turn."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        return await self.ask("POST", path, data, headers)
+
+    async def until_ready(self) -> None:
+        """Waits until the router says that it can serve turns."""
+        async with asyncio.timeout(GUARD_S):
+            while (await self.ask("GET", "/ready")).status != 200:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    async def until(self, condition: Any) -> None:
+        """Waits until a condition holds."""
+        async with asyncio.timeout(GUARD_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+    def close_clients(self) -> None:
+        for client in self._clients:
+            client.close()
+
+
+@contextlib.asynccontextmanager
+async def router(
+    *flags: str,
+    prefills: int = 1,
+    decodes: int = 1,
+    lease: FakeLease | None = None,
+    telemetry: Telemetry | None = None,
+    ready: bool = True,
+) -> AsyncIterator[Rig]:
+    """Runs a router with stub engines until the block ends."""
+    p = [await StubEngine("prefill").start() for _ in range(prefills)]
+    d = [await StubEngine("decode").start() for _ in range(decodes)]
+    engines = [f"--prefill={x.url}" for x in p] + [f"--decode={x.url}" for x in d]
+    if lease is not None:
+        await lease.start()
+        engines.append(f"--lease={lease.address}")
+    given = ["--port=0", "--grpc-port=0", "--health-interval-s=0.05", "--grace-s=0.2"]
+    config = parse_config([*given, *engines, *flags], {})
+    server = compose(config, telemetry or Telemetry(None))
+    await server.start()
+    rig = Rig(server, p, d, lease)
+    try:
+        if ready:
+            await rig.until_ready()
+        yield rig
+    finally:
+        rig.close_clients()
+        await server.stop()
+        for engine in (*p, *d):
+            await engine.stop()
+        if lease is not None:
+            await lease.stop()

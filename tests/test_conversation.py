@@ -1,0 +1,119 @@
+"""Which conversation a turn belongs to, and what is remembered of it."""
+
+import pytest
+
+from kvturn.v1 import common_pb2
+from kvturn_router.body import parse
+from kvturn_router.conversation import (
+    REPORTS_MAX,
+    ConversationBook,
+    ConversationKey,
+    TurnReport,
+    conversation_id_of,
+    header_value,
+)
+from kvturn_router.errors import TurnError
+from kvturn_router.lease_client import proto_verdict, verdict_of
+from kvturn_router.verdict import Verdict
+
+KEY = ConversationKey("", "m", "c1")
+
+
+def report(turn: int) -> TurnReport:
+    return TurnReport(turn, Verdict.REUSED, 10, 5, 0, 1.0, 0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "named"),
+    [
+        (b'{"conversation_id":"a","session_id":"b","prompt_cache_key":"c"}', "h", "a"),
+        (b'{"session_id":"b","prompt_cache_key":"c"}', "h", "h"),
+        (b'{"session_id":"b","prompt_cache_key":"c"}', None, "b"),
+        (b'{"session_id":null,"prompt_cache_key":"c"}', None, "c"),
+        (b'{"conversation_id":null}', "h", "h"),
+        (b'{"user":"x"}', None, None),
+        ('{"conversation_id":"é😀"}'.encode(), None, "é😀"),
+    ],
+)
+def test_the_id_comes_from_the_first_place_that_names_one(body, header, named):
+    """Body conversation_id, header, session_id, prompt_cache_key; null is not given."""
+    assert conversation_id_of(parse(body), header) == named
+
+
+@pytest.mark.parametrize(
+    ("body", "header", "field"),
+    [
+        (b'{"conversation_id":7}', None, "conversation_id"),
+        (b'{"conversation_id":["a"]}', None, "conversation_id"),
+        (b'{"conversation_id":""}', None, "conversation_id"),
+        (b'{"conversation_id":"%b"}' % (b"x" * 257), None, "conversation_id"),
+        (('{"conversation_id":"' + "é" * 129 + '"}').encode(), None, "conversation_id"),
+        (b"{}", "", "X-Conversation-Id"),
+        (b'{"session_id":{}}', None, "session_id"),
+        (b'{"prompt_cache_key":true}', None, "prompt_cache_key"),
+    ],
+)
+def test_an_id_of_the_wrong_kind_or_length_is_refused_by_name(body, header, field):
+    """Strings of 1 to 256 bytes are ids; the 400 names the field."""
+    with pytest.raises(TurnError) as refused:
+        conversation_id_of(parse(body), header)
+    assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_an_id_in_a_response_header_cannot_break_out_of_it():
+    """Line breaks, spaces and non-ASCII are percent-encoded; plain ids stay as they are."""
+    assert header_value("user-1/chat:2") == b"user-1/chat:2"
+    assert header_value("a\r\nset-cookie: x") == b"a%0D%0Aset-cookie:%20x"
+    assert header_value("100% é") == b"100%25%20%C3%A9"
+
+
+def test_turns_are_counted_and_the_latest_are_kept():
+    """Numbers go on from 1; 64 reports are remembered, the oldest first."""
+    book = ConversationBook(10)
+    for turn in range(1, REPORTS_MAX + 6):
+        assert book.begin_turn(KEY) == turn
+        book.end_turn(KEY, report(turn), 0)
+    turns = [kept.turn for kept in book.reports(KEY) or []]
+    assert turns == list(range(6, REPORTS_MAX + 6))
+
+
+def test_the_least_recent_conversation_is_forgotten_first():
+    """With room for two, a third drops the one that was not used last."""
+    book = ConversationBook(2)
+    first, second, third = (KEY._replace(conversation_id=name) for name in "abc")
+    book.begin_turn(first)
+    book.begin_turn(second)
+    book.begin_turn(first)
+    book.begin_turn(third)
+    assert len(book) == 2
+    assert book.reports(second) is None
+    assert book.begin_turn(first) == 3
+
+
+def test_tenants_and_models_have_conversations_of_their_own():
+    """The same id under another tenant or model is another conversation."""
+    book = ConversationBook(10)
+    book.begin_turn(KEY)
+    assert book.reports(KEY._replace(tenant="key-1")) is None
+    assert book.reports(KEY._replace(model="other")) is None
+
+
+def test_a_turn_that_decode_retains_is_expected_only_for_a_moment():
+    """Its grant may be on its way right after the turn, not later, nor if nothing is retained."""
+    book = ConversationBook(10)
+    book.begin_turn(KEY)
+    book.end_turn(KEY, report(1), retained_ns=5_000)
+    assert book.retained_turn(KEY, since_ns=4_000) == 1
+    assert book.retained_turn(KEY, since_ns=5_000) == 0
+    book.begin_turn(KEY)
+    book.end_turn(KEY, report(2), retained_ns=0)
+    assert book.retained_turn(KEY, since_ns=4_000) == 0
+
+
+def test_verdicts_are_those_of_the_contract():
+    """One name per proto value, none missing and none besides."""
+    names = [name for name, _ in common_pb2.Verdict.items() if name != "VERDICT_UNSPECIFIED"]
+    assert [f"VERDICT_{verdict.upper()}" for verdict in Verdict] == names
+    assert all(verdict_of(proto_verdict(verdict)) is verdict for verdict in Verdict)
+    assert verdict_of(0) is None
+    assert verdict_of(999) is None

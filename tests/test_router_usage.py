@@ -1,0 +1,108 @@
+"""cached_tokens, the one number that the router changes, and the events around it."""
+
+import json
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from stub_engine import event
+
+from kvturn_router.sse import EventSplitter
+from kvturn_router.usage import StreamUsage, with_cached_tokens
+
+
+def usage(cached: int | None) -> dict[str, object]:
+    details = {"cached_tokens": cached, "multimodal_tokens": None}
+    return {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 48,
+            "total_tokens": 50,
+            "completion_tokens": 2,
+            "prompt_tokens_details": details,
+        },
+    }
+
+
+PLAIN = [
+    event(
+        {
+            "choices": [
+                {"delta": {"content": 'he said "prompt_tokens_details": {"cached_tokens": 9}'}}
+            ]
+        }
+    ),
+    b": keep-alive\n\n",
+    event({"choices": [{"delta": {"content": "prompt_tokens_details"}}]}),
+    event({"usage": {"prompt_tokens": 48, "prompt_tokens_details": None}}),
+]
+DONE = b"data: [DONE]\n\n"
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(min_value=1, max_value=90)))
+def test_the_number_is_replaced_however_the_stream_is_cut(cuts):
+    """Every byte but the number is as it was, and each read goes on as far as it can."""
+    sent = b"".join(PLAIN) + event(usage(48)) + DONE
+    wanted = b"".join(PLAIN) + event(usage(32)) + DONE
+    stream = StreamUsage(32)
+    out = b""
+    position = 0
+    for size in [*cuts, len(sent)]:
+        out += stream.feed(sent[position : position + size])
+        position += size
+        assert wanted.startswith(out)
+        # Only an event that may hold the number is ever held back.
+        assert len(out) >= min(position, len(b"".join(PLAIN[:2])))
+    assert out + stream.finish() == wanted
+    assert stream.tokens == (48, 2)
+
+
+def test_streams_with_carriage_returns_are_understood():
+    """Lines may end in CR LF."""
+    sent = event(usage(48)).replace(b"\n", b"\r\n")
+    assert StreamUsage(3).feed(sent) == event(usage(3)).replace(b"\n", b"\r\n")
+
+
+def test_an_unfinished_event_that_holds_the_number_comes_out_at_the_end():
+    """The stream broke off: nothing is lost, nothing is changed."""
+    sent = event(usage(48))[:-20]
+    stream = StreamUsage(3)
+    assert stream.feed(sent) + stream.finish() == sent
+
+
+def test_a_whole_answer_keeps_its_form():
+    """Spacing and the order of members stay; only the number differs."""
+    answer = json.dumps({"id": "x"} | usage(48), indent=2).encode()
+    assert with_cached_tokens(answer, 7) == answer.replace(
+        b'"cached_tokens": 48', b'"cached_tokens": 7'
+    )
+
+
+def test_what_the_engine_did_not_send_is_not_added():
+    """No usage, no details, a null number or a body that is no JSON: untouched."""
+    for answer in (
+        b'{"usage":null}',
+        b'{"usage":{"prompt_tokens":1}}',
+        b'{"usage":{"prompt_tokens_details":null}}',
+        json.dumps(usage(None)).encode(),
+        b'{"prompt_tokens_details":{"cached_tokens":5}}',
+        b"not json",
+        b"",
+    ):
+        assert with_cached_tokens(answer, 7) == answer
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(min_value=1, max_value=60)))
+def test_events_are_cut_where_they_end(cuts):
+    """However the stream came, the same events come out."""
+    events = [*PLAIN, DONE]
+    stream = b"".join(events)
+    splitter = EventSplitter()
+    out: list[bytes] = []
+    position = 0
+    for size in [*cuts, len(stream)]:
+        out += splitter.feed(stream[position : position + size])
+        position += size
+    assert out == events
+    assert splitter.rest == b""
