@@ -4,13 +4,16 @@ One `Read` per request that came with a lease id:
 
     ASKED ──answer──> GRANTED ──decide──> planned ──posted──> POSTED ──ended──> ENDED
       │                  │                                      (the worker says how)
-      └─ refused, late   └─ mismatch, below threshold, too late: recompute, EndRead(NOT_READ)
+      │                  └─ mismatch, below threshold, too late: recompute, EndRead(NOT_READ)
+      └─ refused, no answer in time: recompute; a grant that comes later is given back
 
 What binds (ARCHITECTURE.md, "The lease rules"):
 - the time for a read counts from when the question was *sent*; after R it is not posted, and what
   a transfer brings later is discarded by the worker;
 - one grant is one post: a preempted or rescheduled request never reads again;
-- EndRead is sent only when no rank can post any more and every posted transfer has ended;
+- EndRead is sent only when no rank can post any more and every posted transfer has ended, and only
+  by the request that holds the grant: it names nothing but the lease, so one sent on the chance
+  that a lost answer was a grant would end the read of whoever really has it;
 - every way out that is not a completed read is a recompute with a verdict.
 
 Instants are CLOCK_BOOTTIME nanoseconds of this machine.
@@ -128,10 +131,9 @@ class Reader:
             self._end(read, answer.verdict)
 
     def unanswered(self, request_id: str, verdict: int) -> None:
-        """BeginRead failed. The lease may have been granted all the same: it is given back."""
+        """BeginRead failed. If the lease was granted all the same, its read ends by itself."""
         read = self._reads.get(request_id)
         if read is not None and read.state is State.ASKED:
-            self._ends.append(_not_read(read.lease_id))
             self._end(read, verdict)
 
     def decide(self, request_id: str, local_tokens: int, now_ns: int) -> Read | None:
@@ -148,7 +150,6 @@ class Reader:
         if read.state is State.ASKED:
             if now_ns < read.asked_ns + self.question_deadline_ns:
                 return None
-            self._ends.append(_not_read(read.lease_id))
             self._end(read, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
         elif read.state is State.GRANTED:
             refusal = self._refusal(read, local_tokens, now_ns)
@@ -209,13 +210,12 @@ class Reader:
         read = self._reads.get(request_id)
         if read is None:
             return
-        if read.state in (State.ASKED, State.GRANTED):
-            self._ends.append(_not_read(read.lease_id))
-            read.state = State.ENDED
-        if read.state is State.ENDED:
-            del self._reads[request_id]
-        else:
+        if read.state is State.POSTED:
             read.abandoned = True
+            return
+        if read.state is State.GRANTED:
+            self._ends.append(_not_read(read.lease_id))
+        del self._reads[request_id]
 
     def take_ends(self) -> Iterator[End]:
         """Hands out, once, the EndReads to send."""
