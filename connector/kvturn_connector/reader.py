@@ -188,7 +188,7 @@ class Reader:
             read.verdict = common_pb2.VERDICT_READ_TOO_LONG
         elif outcome != lease_pb2.READ_OUTCOME_COMPLETED:
             read.verdict = common_pb2.VERDICT_READ_FAILED
-        if outcome != lease_pb2.READ_OUTCOME_COMPLETED:
+        if outcome != lease_pb2.READ_OUTCOME_COMPLETED or read.abandoned:
             read.reused_tokens = 0
         read.state = State.ENDED
         if read.abandoned:
