@@ -126,6 +126,7 @@ class HttpAnswer:
         self._head = b""
         self._flow: Flow | None = None
         self._events = False
+        self._latest = b""
 
     def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
         """Sends a whole answer."""
@@ -180,6 +181,8 @@ class HttpAnswer:
             return
         if self._bodiless:
             data = b""
+        if data:
+            self._latest = data
         if self._chunked and not self._bodiless:
             data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
             if last:
@@ -201,7 +204,9 @@ class HttpAnswer:
         if connection is None:
             return
         if self._events:
-            self.write(b"data: " + error.body() + b"\n\n", False)
+            # An event that was cut off ends here, so that this one is read.
+            gap = b"\n\n" if self._latest and not self._latest.endswith(b"\n\n") else b""
+            self.write(gap + b"data: " + error.body() + b"\n\n", False)
         self._connection = None
         connection.close()
 

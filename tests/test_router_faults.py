@@ -1,0 +1,289 @@
+"""Turns that go wrong: engines that refuse, die, hang or go, and clients that leave."""
+
+import asyncio
+import json
+
+import pytest
+from router_harness import router, turn_body
+from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
+
+ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'
+
+
+def refusing(status: int, *headers: tuple[str, str]) -> Play:
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.whole(ERROR, status, *headers)
+
+    return play
+
+
+async def aborting(seen: Seen, reply: Reply) -> None:
+    reply.abort()
+
+
+async def silent(seen: Seen, reply: Reply) -> None:
+    await seen.gone.wait()
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 422, 429, 500, 503])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_refusal_reaches_the_client_as_it_is(leg, status):
+    """Status, body, type and Retry-After; one call of the leg, and the engine stays in."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        engine.script(CHAT, refusing(status, ("Retry-After", "7"), ("X-Internal", "1")))
+        answer = await rig.post(turn_body(stream=True))
+        assert (answer.status, answer.body) == (status, ERROR)
+        assert answer.headers["content-type"] == "application/json"
+        assert answer.headers["retry-after"] == "7"
+        assert "x-internal" not in answer.headers
+        assert len(engine.turns) == 1
+        assert len(rig.decode.turns) == (1 if leg == "decode" else 0)
+        assert (await rig.ask("GET", "/ready")).status == 200
+
+
+async def test_a_client_error_does_not_take_an_engine_out():
+    """Twenty bad prompts in a row: each is told, and the next good one is served."""
+    async with router() as rig:
+        rig.prefill.script(CHAT, refusing(400))
+        statuses = [(await rig.post(turn_body())).status for _ in range(20)]
+        assert statuses == [400] * 20
+        assert len(rig.prefill.turns) == 20
+        rig.prefill.script(CHAT, rig.prefill.prefill)
+        assert (await rig.post(turn_body())).status == 200
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_engine_that_dies_before_it_answers_is_a_502(leg):
+    """The connection ends without a byte, on a new one too: an error in OpenAI's shape."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        engine.script(CHAT, aborting)
+        answer = await rig.post(turn_body())
+        assert answer.status == 502
+        assert leg in answer.json["error"]["message"]
+        assert len(engine.turns) <= 2
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_engine_that_hangs_is_a_504_and_delays_no_one_else(leg):
+    """One leg hangs; meanwhile other turns are served; in the end nothing is in flight."""
+    flags = ("--prefill-timeout-s=0.4", "--decode-timeout-s=0.4")
+    async with router(*flags) as rig:
+        engine: StubEngine = getattr(rig, leg)
+        usual = engine.prefill if leg == "prefill" else engine.decode
+        engine.script(CHAT, silent)
+        stuck = asyncio.create_task(rig.post(turn_body()))
+        await engine.turn(1)
+        engine.script(CHAT, usual)
+        assert (await rig.post(turn_body())).status == 200
+        assert not stuck.done()
+        answer = await stuck
+        assert answer.status == 504
+        assert rig.server._forwarder.in_flight == 0
+        assert [engine.in_flight for engine in rig.server._fleet.prefills] == [0]
+        assert [engine.in_flight for engine in rig.server._fleet.decodes] == [0]
+
+
+@pytest.mark.parametrize("cut", [b"", b'data: {"choices":[{"del'])
+async def test_a_stream_that_breaks_off_ends_with_an_error_and_nothing_invented(cut):
+    """Decode dies in the middle: an error event, no [DONE], and a body that is not whole."""
+    first = event(chunk({"content": "The"}))
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(first + cut)
+        reply.abort()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        answer = await rig.post(turn_body(stream=True))
+        assert answer.status == 200
+        assert not answer.whole
+        assert answer.body.startswith(first + cut)
+        assert "[DONE]" not in answer.events
+        assert not any('"finish_reason":"' in text for text in answer.events)
+        error = json.loads(answer.events[-1])["error"]
+        assert error["code"] == 502
+        assert answer.body.endswith(b"\n\n")
+
+
+async def test_a_stream_that_falls_silent_ends_with_an_error():
+    """Nothing comes for the decode timeout: the client is told."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await seen.gone.wait()
+
+    async with router("--decode-timeout-s=0.3") as rig:
+        rig.decode.script(CHAT, play)
+        answer = await rig.post(turn_body(stream=True))
+        assert json.loads(answer.events[-1])["error"]["code"] == 504
+
+
+async def test_an_engines_own_error_event_passes_as_it_is():
+    """The engine ends its stream itself with an error and [DONE]."""
+    sent = [event({"error": {"message": "boom", "code": 500}})]
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(sent[0])
+        await reply.end_stream()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        answer = await rig.post(turn_body(stream=True))
+        assert answer.body == sent[0] + b"data: [DONE]\n\n"
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_client_that_leaves_ends_the_leg_at_once(leg):
+    """The client closes while the leg is out: the engine's connection ends."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        engine.script(CHAT, silent)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        seen = await engine.turn(1)
+        client.close()
+        async with asyncio.timeout(2):
+            await seen.gone.wait()
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+        if leg == "prefill":
+            assert rig.decode.turns == []
+
+
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it():
+    """Decode streams; the client goes after the first event."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await seen.gone.wait()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await client.head()
+        assert await client.piece() is not None
+        client.close()
+        async with asyncio.timeout(2):
+            await rig.decode.turns[0].gone.wait()
+
+
+async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the_legs():
+    """Decode could not be reached before the client went: decode fetches the KV, for one token."""
+    async with router() as rig:
+        pool = rig.server._fleet.decodes[0].pool
+        connecting = asyncio.Event()
+        send = pool.send
+
+        async def slow_send(*args, **kwargs):
+            connecting.set()
+            if not left.is_set():
+                await left.wait()
+            return await send(*args, **kwargs)
+
+        left = asyncio.Event()
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        pool.send = slow_send  # type: ignore[method-assign]
+        await connecting.wait()
+        client.close()
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+        left.set()
+        seen = await rig.decode.turn(1)
+        assert seen.json["max_tokens"] == 1
+        assert seen.json["stream"] is False
+        assert seen.json["kv_transfer_params"] == rig.prefill.handle
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_connection_closed_while_idle_never_shows(leg):
+    """The engine closes an idle connection just as the next request is on it: one more try."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        usual = engine.prefill if leg == "prefill" else engine.decode
+        assert (await rig.post(turn_body())).status == 200
+
+        async def close_once(seen: Seen, reply: Reply) -> None:
+            engine.script(CHAT, usual)
+            reply.close()
+
+        engine.script(CHAT, close_once)
+        answer = await rig.post(turn_body())
+        assert answer.status == 200
+        first, lost, again = engine.turns
+        assert lost.header("x-request-id") != again.header("x-request-id")
+        if leg == "decode":
+            # The KV may have been fetched with the lost request, and can be only once.
+            assert "kv_transfer_params" in lost.json
+            assert "kv_transfer_params" not in again.json
+            assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+        else:
+            assert again.json == first.json
+
+
+async def test_an_engine_that_refuses_connections_is_left_for_another():
+    """Prefill 0 and decode 0 are killed: turns are served by the others, without an error."""
+    async with router(prefills=2, decodes=2) as rig:
+        await rig.prefills[0].stop()
+        await rig.decodes[0].stop()
+        answers = [await rig.post(turn_body()) for _ in range(5)]
+        assert [answer.status for answer in answers] == [200] * 5
+        assert len(rig.prefills[1].turns) == len(rig.decodes[1].turns) == 5
+
+
+async def test_no_engine_left_is_a_503_that_says_when_to_come_back():
+    """The only decode engine is gone: 503 with Retry-After, and /ready says which role lacks."""
+    async with router() as rig:
+        await rig.decode.stop()
+        answer = await rig.post(turn_body())
+        assert answer.status == 503
+        assert answer.headers["retry-after"] == "1"
+        ready = await rig.ask("GET", "/ready")
+        assert (ready.status, ready.json) == (
+            503,
+            {"ready": False, "reason": "no usable decode engine"},
+        )
+
+
+async def test_an_engine_comes_back_when_its_health_is_good_again():
+    """Its port is open again but it is not healthy: no traffic. Healthy: traffic."""
+    async with router("--health-failures=1") as rig:
+        rig.decode.healthy = False
+        await rig.until(lambda: rig.server._fleet.missing() == ["decode"])
+        assert (await rig.post(turn_body())).status == 503
+        assert rig.decode.turns == []
+        rig.decode.healthy = True
+        await rig.until_ready()
+        assert (await rig.post(turn_body())).status == 200
+
+
+async def test_one_bad_health_answer_does_not_take_an_engine_out():
+    """Two failures in a row do, by default."""
+    async with router() as rig:
+        asked = 0
+
+        async def flicker(seen: Seen, reply: Reply) -> None:
+            nonlocal asked
+            asked += 1
+            await reply.whole(b"", 503 if asked % 2 else 200)
+
+        rig.decode.script("/health", flicker)
+        await rig.until(lambda: asked >= 6)
+        assert (await rig.ask("GET", "/ready")).status == 200
+
+
+async def test_an_answer_that_is_not_http_is_a_502():
+    """Garbage from the engine ends the turn, not the router."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.raw(b"GARBAGE\r\n\r\n")
+        reply.close()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        assert (await rig.post(turn_body())).status == 502
