@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,11 @@ if TYPE_CHECKING:
 NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
+NAME_BYTES_MAX = 128
+
 _PREFIX = "kvturn_"
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
+_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
 class ConfigError(ValueError):
@@ -26,8 +31,8 @@ class ConnectorConfig:
     lease_endpoint: str
     """`kvturn_lease_endpoint`: HOST:PORT of the lease service. Empty: behave as the stock one."""
     engine_name: str
-    """`kvturn_engine_name`: the engine's stable name across restarts. Default: its NIXL engine id,
-    which is new at each start."""
+    """`kvturn_engine_name`: the engine's stable name across restarts, at most 128 bytes. Default:
+    its NIXL engine id, which is new at each start."""
     http_address: str
     """`kvturn_http_address`: base URL of this engine's HTTP API as routers reach it. May be empty:
     then only routers that learn the engine's address elsewhere prefer it for its conversations."""
@@ -72,27 +77,19 @@ class ConnectorConfig:
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
                 raise ConfigError(f"{key}: unknown key; known are {', '.join(sorted(known))}")
-        endpoint = _text(extra, "kvturn_lease_endpoint")
-        if endpoint and not _is_host_port(endpoint):
-            raise ConfigError(f"kvturn_lease_endpoint: {endpoint!r} is not HOST:PORT")
-        http_address = _text(extra, "kvturn_http_address").rstrip("/")
-        if http_address and not http_address.startswith(("http://", "https://")):
-            raise ConfigError(f"kvturn_http_address: {http_address!r} is not an http:// URL")
         return cls(
-            lease_endpoint=endpoint,
-            engine_name=_text(extra, "kvturn_engine_name"),
-            http_address=http_address,
+            lease_endpoint=_host_port(extra, "kvturn_lease_endpoint"),
+            engine_name=_name(extra, "kvturn_engine_name"),
+            http_address=_url(extra, "kvturn_http_address"),
             bidirectional=_flag(extra, "bidirectional_kv_xfer"),
-            recompute_threshold_tokens=int(
-                _number(extra, "kv_recompute_threshold", 64, 0, 1 << 24)
-            ),
+            recompute_threshold_tokens=_count(extra, "kv_recompute_threshold", 64, 0, 1 << 24),
             max_hold_ns=int(_number(extra, "decoder_kv_blocks_ttl", 480, 1, 86_400) * NS_PER_S),
             question_deadline_ns=int(
                 _number(extra, "kvturn_question_deadline_ms", 50, 1, 10_000) * NS_PER_MS
             ),
-            retentions_max=int(_number(extra, "kvturn_retentions_max", 4096, 1, 1_000_000)),
+            retentions_max=_count(extra, "kvturn_retentions_max", 4096, 1, 1_000_000),
             secret=_secret(_text(extra, "kvturn_secret_file")),
-            otlp_endpoint=_text(extra, "kvturn_otlp_endpoint"),
+            otlp_endpoint=_url(extra, "kvturn_otlp_endpoint"),
         )
 
 
@@ -119,18 +116,47 @@ def _number(extra: Mapping[str, Any], key: str, default: float, low: float, high
     return value
 
 
+def _count(extra: Mapping[str, Any], key: str, default: int, low: int, high: int) -> int:
+    value = _number(extra, key, default, low, high)
+    if value != int(value):
+        raise ConfigError(f"{key}: {value} is not a whole number")
+    return int(value)
+
+
+def _name(extra: Mapping[str, Any], key: str) -> str:
+    name = _text(extra, key)
+    if len(name.encode(errors="replace")) > NAME_BYTES_MAX:
+        raise ConfigError(f"{key}: longer than {NAME_BYTES_MAX} bytes")
+    return name
+
+
+def _host_port(extra: Mapping[str, Any], key: str) -> str:
+    endpoint = _text(extra, key)
+    if endpoint and not _HOST_PORT.fullmatch(endpoint):
+        raise ConfigError(f'{key}: {endpoint!r} is not HOST:PORT, such as "127.0.0.1:50051"')
+    port = int(endpoint.rpartition(":")[2]) if endpoint else 1
+    if not 0 < port < 65_536:
+        raise ConfigError(f"{key}: port {port} is not between 1 and 65535")
+    return endpoint
+
+
+def _url(extra: Mapping[str, Any], key: str) -> str:
+    url = _text(extra, key).rstrip("/")
+    if url and not _URL.fullmatch(url):
+        raise ConfigError(f'{key}: {url!r} is not a URL such as "http://127.0.0.1:4317"')
+    return url
+
+
 def _secret(path: str) -> bytes:
     if not path:
         return b""
     try:
         secret = Path(path).read_bytes().strip()
-    except OSError as error:
-        raise ConfigError(f"kvturn_secret_file: cannot read {path}: {error.strerror}") from error
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(
+            f"kvturn_secret_file: cannot read {path!r}: {reason}; name a file the engine can read"
+        ) from error
     if not 16 <= len(secret) <= 64:
         raise ConfigError(f"kvturn_secret_file: {path} holds {len(secret)} bytes, not 16 to 64")
     return secret
-
-
-def _is_host_port(endpoint: str) -> bool:
-    host, separator, port = endpoint.rpartition(":")
-    return bool(host and separator and port.isdigit() and 0 < int(port) < 65_536)

@@ -1,0 +1,156 @@
+"""What the connector is told at start, and by each request: taken whole or refused by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvturn_connector.config import ConfigError, ConnectorConfig
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+NS_PER_S = 10**9
+
+
+def test_defaults_behave_as_the_stock_connector() -> None:
+    """Nothing said: nothing retained, nothing read, upstream's own defaults."""
+    config = ConnectorConfig.from_extra({})
+    assert not config.active
+    assert config.recompute_threshold_tokens == 64
+    assert config.max_hold_ns == 480 * NS_PER_S
+    assert config.question_deadline_ns == 50_000_000
+    assert config.retentions_max == 4096
+    assert (config.lease_endpoint, config.engine_name, config.http_address) == ("", "", "")
+    assert (config.secret, config.otlp_endpoint) == (b"", "")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "bidirectional", "active"),
+    [("127.0.0.1:1", True, True), ("127.0.0.1:1", False, False), ("", True, False)],
+)
+def test_both_switches_are_needed(endpoint: str, bidirectional: bool, active: bool) -> None:
+    """A lease service, and upstream's own switch for reads from decode."""
+    extra = {"kvturn_lease_endpoint": endpoint, "bidirectional_kv_xfer": bidirectional}
+    assert ConnectorConfig.from_extra(extra).active is active
+
+
+def test_every_key_is_taken(tmp_path: Path) -> None:
+    """Units are converted once, here."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(b"0123456789abcdef\n")
+    config = ConnectorConfig.from_extra(
+        {
+            "kvturn_lease_endpoint": "lease.internal:50051",
+            "kvturn_engine_name": "decode-0",
+            "kvturn_http_address": "http://10.0.0.7:8200/",
+            "bidirectional_kv_xfer": True,
+            "kv_recompute_threshold": 128,
+            "decoder_kv_blocks_ttl": 1.5,
+            "kvturn_question_deadline_ms": 2.5,
+            "kvturn_retentions_max": 7,
+            "kvturn_secret_file": str(secret_file),
+            "kvturn_otlp_endpoint": "http://127.0.0.1:4317",
+            "backends": ["UCX"],
+        }
+    )
+    assert config == ConnectorConfig(
+        lease_endpoint="lease.internal:50051",
+        engine_name="decode-0",
+        http_address="http://10.0.0.7:8200",
+        bidirectional=True,
+        recompute_threshold_tokens=128,
+        max_hold_ns=1_500_000_000,
+        question_deadline_ns=2_500_000,
+        retentions_max=7,
+        secret=b"0123456789abcdef",
+        otlp_endpoint="http://127.0.0.1:4317",
+    )
+
+
+@pytest.mark.parametrize(
+    "endpoint", ["localhost:1", "10.0.0.1:65535", "[::1]:50051", "a.b-c.example:80"]
+)
+def test_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
+    """Names, IPv4 and bracketed IPv6."""
+    extra = {"kvturn_lease_endpoint": endpoint}
+    assert ConnectorConfig.from_extra(extra).lease_endpoint == endpoint
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("kvturn_lease_endpoint", "localhost", "HOST:PORT"),
+        ("kvturn_lease_endpoint", ":50051", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "localhost:", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "localhost:grpc", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "localhost:\u00b2", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "http://localhost:50051", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "::1", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "a b:1", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "localhost:0", "between 1 and 65535"),
+        ("kvturn_lease_endpoint", "localhost:65536", "between 1 and 65535"),
+        ("kvturn_lease_endpoint", 50051, "expected text"),
+        ("kvturn_engine_name", 7, "expected text"),
+        ("kvturn_engine_name", "n" * 129, "128 bytes"),
+        ("kvturn_http_address", "10.0.0.7:8200", "http://"),
+        ("kvturn_http_address", "ftp://10.0.0.7", "http://"),
+        ("kvturn_http_address", "http://", "http://"),
+        ("kvturn_http_address", None, "expected text"),
+        ("kvturn_otlp_endpoint", "127.0.0.1:4317", "http://"),
+        ("bidirectional_kv_xfer", "true", "true or false"),
+        ("bidirectional_kv_xfer", 1, "true or false"),
+        ("kv_recompute_threshold", -1, "between 0 and"),
+        ("kv_recompute_threshold", 63.5, "whole number"),
+        ("kv_recompute_threshold", "64", "expected a number"),
+        ("kv_recompute_threshold", True, "expected a number"),
+        ("decoder_kv_blocks_ttl", 0, "between 1 and 86400"),
+        ("decoder_kv_blocks_ttl", float("nan"), "between 1 and 86400"),
+        ("decoder_kv_blocks_ttl", float("inf"), "between 1 and 86400"),
+        ("kvturn_question_deadline_ms", 0, "between 1 and 10000"),
+        ("kvturn_question_deadline_ms", 10_001, "between 1 and 10000"),
+        ("kvturn_question_deadline_ms", None, "expected a number"),
+        ("kvturn_retentions_max", 0, "between 1 and"),
+        ("kvturn_retentions_max", 1.5, "whole number"),
+        ("kvturn_secret_file", "/nonexistent/secret", "cannot read"),
+        ("kvturn_secret_file", "a\0b", "cannot read"),
+        ("kvturn_secret_file", "/", "cannot read"),
+        ("kvturn_secret_file", b"secret", "expected text"),
+        ("kvturn_leese_endpoint", "localhost:1", "kvturn_lease_endpoint"),
+    ],
+)
+def test_wrong_value_is_refused_by_name(key: str, value: Any, fix: str) -> None:
+    """One line that names the key and says what would be right."""
+    with pytest.raises(ConfigError) as caught:
+        ConnectorConfig.from_extra({key: value})
+    message = str(caught.value)
+    assert message.startswith(f"{key}: ")
+    assert fix in message
+    assert "\n" not in message
+
+
+def test_keys_of_upstream_are_not_judged() -> None:
+    """Only kvturn's own prefix is closed."""
+    ConnectorConfig.from_extra({"backends": ["UCX"], "some_future_key": object()})
+
+
+@pytest.mark.parametrize(
+    ("content", "holds"), [(b"", 0), (b"short", 5), (b"x" * 65, 65), (b" " * 20, 0)]
+)
+def test_secret_of_the_wrong_length_is_refused(tmp_path: Path, content: bytes, holds: int) -> None:
+    """White space around it does not count; the message does not show the secret."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(content)
+    expected = f"kvturn_secret_file: .* holds {holds} bytes, not 16 to 64"
+    with pytest.raises(ConfigError, match=expected):
+        ConnectorConfig.from_extra({"kvturn_secret_file": str(secret_file)})
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_secret_is_the_content_of_its_file(tmp_path: Path, length: int) -> None:
+    """Shortest and longest."""
+    secret_file = tmp_path / "secret"
+    secret_file.write_bytes(b"\n" + b"s" * length + b"\r\n")
+    config = ConnectorConfig.from_extra({"kvturn_secret_file": str(secret_file)})
+    assert config.secret == b"s" * length
