@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvturn.v1 import common_pb2
 from kvturn_connector.config import ConfigError, ConnectorConfig
+from kvturn_connector.turn import NO_TURN, TEXT_BYTES_MAX, Turn, scope_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -154,3 +157,75 @@ def test_secret_is_the_content_of_its_file(tmp_path: Path, length: int) -> None:
     secret_file.write_bytes(b"\n" + b"s" * length + b"\r\n")
     config = ConnectorConfig.from_extra({"kvturn_secret_file": str(secret_file)})
     assert config.secret == b"s" * length
+
+
+# --- what each request says about its turn -------------------------------------------------------
+
+SAID = {
+    "tenant": "key-1",
+    "model": "smol",
+    "conversation": "c1",
+    "turn": 3,
+    "lease_id": "inc.1.1",
+    "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+}
+
+
+def test_turn_is_what_the_router_says() -> None:
+    """All members of the contract."""
+    turn = Turn.of({"do_remote_decode": True, "kvturn": SAID})
+    assert turn == Turn(
+        conversation=common_pb2.ConversationKey(tenant="key-1", model="smol", conversation_id="c1"),
+        turn=3,
+        lease_id="inc.1.1",
+        traceparent=SAID["traceparent"],
+    )
+
+
+@pytest.mark.parametrize("params", [None, {}, {"kvturn": None}, {"kvturn": "c1"}, {"kvturn": []}])
+def test_request_without_a_turn_says_nothing(params: dict[str, Any] | None) -> None:
+    """Stock requests, and what is no object."""
+    assert Turn.of(params) == NO_TURN
+
+
+@pytest.mark.parametrize("missing", ["model", "conversation"])
+def test_lease_without_a_conversation_is_not_read(missing: str) -> None:
+    """Nobody could check whose KV it is (S4); the trace is kept."""
+    said = {key: value for key, value in SAID.items() if key != missing}
+    turn = Turn.of({"kvturn": said})
+    assert (turn.conversation, turn.lease_id) == (None, "")
+    assert turn.traceparent == SAID["traceparent"]
+
+
+@pytest.mark.parametrize("value", [7, None, ["c1"], "\ud800", "c" * (TEXT_BYTES_MAX + 1), ""])
+def test_malformed_text_counts_as_not_said(value: object) -> None:
+    """Nothing that a request says may raise in the scheduler thread."""
+    assert Turn.of({"kvturn": {**SAID, "conversation": value}}).conversation is None
+    tenant = Turn.of({"kvturn": {**SAID, "tenant": value}}).conversation
+    assert tenant is not None
+    assert tenant.tenant == ""
+    assert Turn.of({"kvturn": {**SAID, "lease_id": value}}).lease_id == ""
+
+
+@pytest.mark.parametrize("value", [True, -1, 1 << 32, 1.0, "3", None])
+def test_malformed_turn_number_counts_as_not_told(value: object) -> None:
+    """It goes into a uint32, which refuses these."""
+    turn = Turn.of({"kvturn": {**SAID, "turn": value}})
+    assert common_pb2.Retention(turn=turn.turn).turn == 0
+
+
+def test_scope_is_all_that_kv_depends_on() -> None:
+    """Adapter by name and path, salt, and media with their kind."""
+    position = SimpleNamespace(offset=4, length=2)
+    feature = SimpleNamespace(mm_position=position, modality="image", identifier="hash")
+    lora = SimpleNamespace(lora_name="lora", lora_path="/loras/1")
+    request: Any = SimpleNamespace(lora_request=lora, cache_salt="salt", mm_features=[feature])
+    conversation = common_pb2.ConversationKey(tenant="t", model="lora", conversation_id="c")
+    scope = scope_of(request, conversation, model="/models/m")
+    assert (scope.tenant, scope.model, scope.cache_salt) == ("t", "/models/m", "salt")
+    assert scope.adapter == "lora\0/loras/1"
+    (item,) = scope.media
+    assert (item.offset, item.length, item.identifier) == (4, 2, "image\0hash")
+    plain: Any = SimpleNamespace(lora_request=None, cache_salt=None, mm_features=[])
+    scope = scope_of(plain, conversation, model="/models/m")
+    assert (scope.adapter, scope.cache_salt, scope.media) == ("", "", ())

@@ -42,10 +42,9 @@ class Turn:
             conversation = common_pb2.ConversationKey(
                 tenant=_text(said, "tenant"), model=model, conversation_id=conversation_id
             )
-        turn = said.get("turn")
         return cls(
             conversation=conversation,
-            turn=turn if isinstance(turn, int) and 0 <= turn < 1 << 32 else 0,
+            turn=_turn_number(said.get("turn")),
             lease_id=_text(said, "lease_id") if conversation else "",
             traceparent=_text(said, "traceparent"),
         )
@@ -79,6 +78,17 @@ def scope_of(request: Request, conversation: common_pb2.ConversationKey, model: 
 
 def _text(said: Mapping[str, Any], key: str) -> str:
     value = said.get(key)
-    if not isinstance(value, str) or len(value.encode(errors="replace")) > TEXT_BYTES_MAX:
+    if not isinstance(value, str):
         return ""
-    return value
+    try:
+        encoded = value.encode()
+    except UnicodeEncodeError:  # Half a surrogate pair, which JSON can spell and protobuf cannot.
+        return ""
+    return value if len(encoded) <= TEXT_BYTES_MAX else ""
+
+
+def _turn_number(value: object) -> int:
+    # A bool is an int to Python, but not to protobuf.
+    if isinstance(value, bool) or not isinstance(value, int):
+        return 0
+    return value if 0 <= value < 1 << 32 else 0
