@@ -98,6 +98,9 @@ if TYPE_CHECKING:
     from kvturn_lease.config import LessorConfig
 
 
+_ENDS_OF_TIME = (ReleaseReason.IDLE, ReleaseReason.EXPIRED)
+
+
 @dataclass(frozen=True, slots=True)
 class Resolution:
     """Who holds a conversation: a lease to read, or the verdict that says why there is none."""
@@ -795,6 +798,8 @@ class Lessor:
         """Remembers, for the turns to come, why the conversation's retention ended."""
         conversation = lease.conversation
         conversation.verdict = verdict_of(lease.end_reason)
+        if lease.engine.session is None and lease.end_reason in _ENDS_OF_TIME:
+            conversation.verdict = Verdict.ENGINE_LOST  # it was lost before its time was up
         conversation.engine_id = lease.engine.engine_id
         conversation.last_incarnation = lease.engine.incarnation
         conversation.last_number = lease.number
