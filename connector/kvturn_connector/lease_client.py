@@ -232,13 +232,13 @@ class LeaseClient:
 
     async def _one_session(self) -> None:
         call = self._stub.EngineSession()  # type: ignore[call-arg]
-        self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
-        register = self._session.open(self._clock())
-        writer: asyncio.Task[None] | None = None
         try:
             async with asyncio.timeout(OPEN_TIMEOUT_S):
                 await call.wait_for_connection()
-                await call.write(register)
+                self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
+                # Not before: from here on all that is held counts as vouched for, and without a
+                # lease service that must run out.
+                await call.write(self._session.open(self._clock()))
             writer = asyncio.create_task(self._write(call))
             watch = asyncio.create_task(self._read(call))
             broken = asyncio.create_task(self._until_broken())

@@ -1,0 +1,287 @@
+"""The connector's thread against a real gRPC server that does what a test tells it to."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+
+from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_connector.config import NS_PER_S, ConnectorConfig
+from kvturn_connector.digest import Scope
+from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
+from kvturn_connector.retention import Retentions
+from kvturn_connector.session import EngineSession
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Callable
+
+    from kvturn_connector.reader import Answer
+
+TIMEOUT_S = 15.0
+"""Only a test that fails waits this long."""
+SCOPE = Scope(tenant="t", model="m")
+TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+PRESSURE = common_pb2.RELEASE_REASON_PRESSURE
+
+
+class Stream:
+    """The server's end of one engine session."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[lease_pb2.EngineSessionRequest] = asyncio.Queue()
+        self.to_send: asyncio.Queue[lease_pb2.EngineSessionResponse | None] = asyncio.Queue()
+        self.sequence = 0
+        self.number = 0
+
+    async def next(self, kind: str) -> lease_pb2.EngineSessionRequest:
+        """The next message of a kind, passing over heartbeats."""
+        while True:
+            request = await self.received.get()
+            if request.WhichOneof("message") == kind:
+                return request
+            assert request.WhichOneof("message") == "heartbeat"
+
+    def send(self, **message: object) -> None:
+        self.sequence += 1
+        self.to_send.put_nowait(
+            lease_pb2.EngineSessionResponse(
+                term=7,
+                sequence=self.sequence,
+                session_number=self.number,
+                **message,  # type: ignore[arg-type]
+            )
+        )
+
+    def registered(self) -> None:
+        answer = lease_pb2.Registered()
+        answer.session_ttl.FromSeconds(5)
+        answer.longest_read.FromSeconds(3)
+        answer.heartbeat_interval.FromSeconds(1)
+        self.send(registered=answer)
+
+    def end(self) -> None:
+        self.to_send.put_nowait(None)
+
+
+class Service(lease_pb2_grpc.LeaseServiceServicer):
+    """A lease service without a mind of its own."""
+
+    def __init__(self) -> None:
+        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
+        self.questions: asyncio.Queue[tuple[lease_pb2.BeginReadRequest, dict[str, str]]]
+        self.questions = asyncio.Queue()
+        self.ends: asyncio.Queue[lease_pb2.EndReadRequest] = asyncio.Queue()
+        self.answer: lease_pb2.BeginReadResponse | None = None
+        """What BeginRead answers; None: never anything."""
+        self.end_failures = 0
+        """How many EndReads fail before one is taken."""
+        self.port = 0
+        self._server: grpc.aio.Server
+
+    async def start(self) -> None:
+        self._server = grpc.aio.server()
+        lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.stop(grace=None)
+
+    async def stream(self) -> Stream:
+        """The next session's stream, once its Register is there."""
+        return await self.streams.get()
+
+    async def session(self) -> tuple[Stream, lease_pb2.RegisterEngine]:
+        """The next session, registered; its first heartbeat is still in `received`."""
+        stream = await self.stream()
+        request = await stream.next("register")
+        stream.number = request.session_number
+        stream.registered()
+        return stream, request.register
+
+    async def EngineSession(
+        self,
+        request_iterator: AsyncIterator[lease_pb2.EngineSessionRequest],
+        context: grpc.aio.ServicerContext,
+    ) -> AsyncIterator[lease_pb2.EngineSessionResponse]:
+        stream = Stream()
+        self.streams.put_nowait(stream)
+
+        async def receive() -> None:
+            async for request in request_iterator:
+                stream.received.put_nowait(request)
+
+        receiving = asyncio.create_task(receive())
+        try:
+            while (response := await stream.to_send.get()) is not None:
+                yield response
+        finally:
+            receiving.cancel()
+
+    async def BeginRead(
+        self, request: lease_pb2.BeginReadRequest, context: grpc.aio.ServicerContext
+    ) -> lease_pb2.BeginReadResponse:
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+        self.questions.put_nowait((request, metadata))
+        if self.answer is None:
+            await asyncio.Event().wait()
+        assert self.answer is not None
+        return self.answer
+
+    async def EndRead(
+        self, request: lease_pb2.EndReadRequest, context: grpc.aio.ServicerContext
+    ) -> lease_pb2.EndReadResponse:
+        self.ends.put_nowait(request)
+        if self.end_failures:
+            self.end_failures -= 1
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+        return lease_pb2.EndReadResponse()
+
+
+class Clock:
+    """Real time, and what a test adds to it."""
+
+    def __init__(self) -> None:
+        self.ahead_ns = 0
+
+    def __call__(self) -> int:
+        return boottime_ns() + self.ahead_ns
+
+
+def config_for(port: int, deadline_ms: float = 50.0) -> ConnectorConfig:
+    return ConnectorConfig.from_extra(
+        {
+            "kvturn_lease_endpoint": f"127.0.0.1:{port}",
+            "bidirectional_kv_xfer": True,
+            "kvturn_question_deadline_ms": deadline_ms,
+        }
+    )
+
+
+def engine_session(
+    memory: Callable[[], lease_pb2.KvMemory] = lease_pb2.KvMemory,
+) -> EngineSession:
+    return EngineSession(
+        lease_pb2.EngineDescription(engine_id="engine-0", incarnation="inc"),
+        Retentions("inc", 100, 480 * NS_PER_S),
+        memory,
+    )
+
+
+def client_threads() -> list[str]:
+    names = (thread.name for thread in threading.enumerate())
+    return [name for name in names if name.startswith("kvturn")]
+
+
+@asynccontextmanager
+async def running(
+    port: int,
+    clock: Callable[[], int] = boottime_ns,
+    session: EngineSession | None = None,
+    deadline_ms: float = 10_000.0,
+) -> AsyncIterator[LeaseClient]:
+    """A client, shut down at the end; afterwards its thread is gone."""
+    config = config_for(port, deadline_ms)
+    client = LeaseClient(config, "engine-0", session or engine_session(), clock)
+    try:
+        async with asyncio.timeout(TIMEOUT_S):
+            yield client
+    finally:
+        await asyncio.to_thread(client.shutdown)
+    assert client_threads() == []
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Service]:
+    service = Service()
+    await service.start()
+    yield service
+    await service.stop()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Returns when something that other threads bring about has come true."""
+    while not condition():  # noqa: ASYNC110 - other threads cannot set an asyncio.Event
+        await asyncio.sleep(0.002)
+
+
+def question(request_id: str = "r", prompt: list[int] | None = None) -> Question:
+    return Question(
+        request_id=request_id,
+        lease_id="inc.1.1",
+        conversation=common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c"),
+        prompt_ids=prompt if prompt is not None else list(range(100)),
+        scope=SCOPE,
+        traceparent=TRACEPARENT,
+    )
+
+
+async def answer_to(client: LeaseClient) -> Answer | int:
+    answers: list[tuple[Question, Answer | int]] = []
+    await until(lambda: bool(answers.extend(client.take_answers()) or answers))
+    ((_, answer),) = answers
+    return answer
+
+
+def retain(client: LeaseClient, number: int, tokens: list[int] | None = None) -> None:
+    tokens = tokens if tokens is not None else list(range(40))
+    client.retain(number, common_pb2.Retention(token_count=len(tokens)), tokens, SCOPE, TRACEPARENT)
+
+
+async def freed_numbers(client: LeaseClient, count: int) -> list[int]:
+    numbers: list[int] = []
+
+    def enough() -> bool:
+        numbers.extend(freed.number for freed in client.take_freed())
+        return len(numbers) >= count
+
+    await until(enough)
+    return numbers
+
+
+async def test_registers_and_heartbeats_at_once(service: Service) -> None:
+    """The first session of an engine."""
+    async with running(service.port) as client:
+        stream, register = await service.session()
+        assert register.engine.engine_id == "engine-0"
+        assert len(register.inventory) == 0
+        heartbeat = (await stream.received.get()).heartbeat
+        assert (heartbeat.echo_term, heartbeat.echo_sequence) == (7, 1)
+        await until(lambda: client.registered)
+
+
+async def test_without_a_lease_service_retentions_run_out() -> None:
+    """Nobody can be told, so nobody is; trying to connect vouches for nothing."""
+    clock, engine = Clock(), engine_session()
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        async with running(never_answers.getsockname()[1], clock, engine) as client:
+            retain(client, 1)
+            await until(lambda: len(engine.retentions) == 1)
+            clock.ahead_ns += 30 * NS_PER_S
+            assert await freed_numbers(client, 1) == [1]
+            assert not client.registered
+
+
+async def test_lease_service_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """Down at start: one line says so; what was retained meanwhile is offered when it is there.
+
+    Number 1: failed attempts to connect opened no session, so they vouched for nothing.
+    """
+    service = Service()
+    await service.start()
+    await service.stop()
+    async with running(service.port) as client:
+        retain(client, 1)
+        await until(lambda: "no session with the lease service" in caplog.text)
+        await service.start()
+        stream, register = await service.session()
+        assert stream.number == 1
+        assert [one.lease_id for one in register.inventory] == ["inc.1.1"]
+        await until(lambda: client.registered)
+    await service.stop()
