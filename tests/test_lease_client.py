@@ -13,7 +13,7 @@ import pytest
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector.config import NS_PER_S, ConnectorConfig
-from kvturn_connector.digest import Scope
+from kvturn_connector.digest import Scope, digest_values
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
@@ -285,3 +285,84 @@ async def test_lease_service_that_comes_late_is_found(caplog: pytest.LogCaptureF
         assert [one.lease_id for one in register.inventory] == ["inc.1.1"]
         await until(lambda: client.registered)
     await service.stop()
+
+
+# --- BeginRead and EndRead -----------------------------------------------------------------------
+
+
+def granted_response(tokens: list[int], **digests: object) -> lease_pb2.BeginReadResponse:
+    response = lease_pb2.BeginReadResponse(
+        granted=True,
+        retention=common_pb2.Retention(
+            token_count=len(tokens),
+            digests=common_pb2.TokenDigests(
+                stride_tokens=16,
+                digest_bytes=16,
+                values=digest_values(tokens, SCOPE, b""),
+            ),
+        ),
+        nixl=common_pb2.NixlAddress(nixl_engine_id="decode-0", port=5600),
+    )
+    response.longest_read.FromSeconds(3)
+    for name, value in digests.items():
+        setattr(response.retention.digests, name, value)
+    return response
+
+
+async def test_question_carries_lease_conversation_and_trace(service: Service) -> None:
+    """And who asks; the trace crosses also when the connector makes no spans itself."""
+    service.answer = granted_response([])
+    async with running(service.port) as client:
+        client.ask(question())
+        request, metadata = await service.questions.get()
+        assert request == lease_pb2.BeginReadRequest(
+            lease_id="inc.1.1",
+            conversation=common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c"),
+            reader_engine_id="engine-0",
+        )
+        assert metadata["traceparent"] == TRACEPARENT
+        await answer_to(client)
+
+
+async def test_grant_is_compared_with_the_prompt(service: Service) -> None:
+    """The longest prefix of the prompt that the digests prove."""
+    service.answer = granted_response([*range(80), 7, 7, 7])
+    async with running(service.port) as client:
+        client.ask(question(prompt=list(range(100))))
+        answer = await answer_to(client)
+        assert not isinstance(answer, int)
+        assert answer.granted
+        assert answer.common_tokens == 80
+        assert answer.longest_read_ns == 3 * NS_PER_S
+        assert answer.retention == service.answer.retention
+        assert answer.nixl == service.answer.nixl
+
+
+async def test_refusal_brings_its_verdict(service: Service) -> None:
+    """An answer, not an error."""
+    service.answer = lease_pb2.BeginReadResponse(verdict=common_pb2.VERDICT_CONSUMED)
+    async with running(service.port) as client:
+        client.ask(question())
+        answer = await answer_to(client)
+        assert not isinstance(answer, int)
+        assert (answer.granted, answer.verdict) == (False, common_pb2.VERDICT_CONSUMED)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "digests"),
+    [
+        (list(range(100)), {"values": b"short"}),
+        (list(range(100)), {"stride_tokens": 32}),
+        ([-1] * 100, {}),
+    ],
+)
+async def test_grant_that_cannot_be_compared_is_still_a_grant(
+    service: Service, prompt: list[int], digests: dict[str, object]
+) -> None:
+    """It proves nothing, but the reader has to give it back, so it must hear of it."""
+    service.answer = granted_response(list(range(100)), **digests)
+    async with running(service.port) as client:
+        client.ask(question(prompt=prompt))
+        answer = await answer_to(client)
+        assert not isinstance(answer, int)
+        assert (answer.granted, answer.common_tokens) == (True, 0)

@@ -341,31 +341,35 @@ class LeaseClient:
         except grpc.aio.AioRpcError as error:
             result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
-        except ValueError as error:
-            logger.warning("kvturn: lease %s has malformed digests: %s", question.lease_id, error)
-            result = common_pb2.VERDICT_PREFIX_MISMATCH
         span.end()
         self._answers.append((question, result))
 
     def _answer(self, question: Question, response: lease_pb2.BeginReadResponse) -> Answer:
+        return Answer(
+            granted=response.granted,
+            verdict=response.verdict,
+            retention=response.retention,
+            nixl=response.nixl,
+            longest_read_ns=response.longest_read.ToNanoseconds(),
+            common_tokens=self._common_tokens(question, response) if response.granted else 0,
+        )
+
+    def _common_tokens(self, question: Question, response: lease_pb2.BeginReadResponse) -> int:
+        """What digests that cannot be compared prove: nothing. The grant is then given back."""
         retention = response.retention
-        common_tokens = 0
-        if response.granted and retention.digests.stride_tokens == STRIDE_TOKENS:
-            common_tokens = common_prefix_tokens(
+        if retention.digests.stride_tokens != STRIDE_TOKENS:
+            return 0
+        try:
+            return common_prefix_tokens(
                 question.prompt_ids,
                 question.scope,
                 self._config.secret,
                 retention.digests.values,
                 retention.token_count,
             )
-        return Answer(
-            granted=response.granted,
-            verdict=response.verdict,
-            retention=retention,
-            nixl=response.nixl,
-            longest_read_ns=response.longest_read.ToNanoseconds(),
-            common_tokens=common_tokens,
-        )
+        except ValueError as error:
+            logger.warning("kvturn: lease %s cannot be compared: %s", question.lease_id, error)
+            return 0
 
     async def _end_read(
         self, end: lease_pb2.EndReadRequest, traceparent: str, read_start_ns: int
