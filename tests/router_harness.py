@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import pytest
+import uvloop
 from google.protobuf import duration_pb2
 from stub_engine import CHAT, GUARD_S, StubEngine
 
@@ -19,6 +21,12 @@ from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
 from kvturn_router.telemetry import Telemetry
+
+
+@pytest.fixture(scope="module")
+def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
+    """Tests that import this run on uvloop, as the router does."""
+    return uvloop.EventLoopPolicy()
 
 
 @dataclass
@@ -303,7 +311,8 @@ async def router(
     engines = [f"--prefill={x.url}" for x in p] + [f"--decode={x.url}" for x in d]
     if lease is not None:
         await lease.start()
-        engines.append(f"--lease={lease.address}")
+        # A busy machine must not turn answers into silence.
+        engines += [f"--lease={lease.address}", "--question-deadline-ms=5000"]
     given = ["--port=0", "--grpc-port=0", "--health-interval-s=0.05", "--grace-s=0.2"]
     config = parse_config([*given, *engines, *flags], {})
     server = compose(config, telemetry or Telemetry(None))

@@ -12,7 +12,7 @@ may be sent again.
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, cast
 
 import httptools
 
@@ -241,8 +241,8 @@ class _Connection(asyncio.Protocol):
     # asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports do not derive from asyncio's.
+        self._transport = cast("asyncio.Transport", transport)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange

@@ -1,0 +1,236 @@
+"""Settings, and the router as a process: start, faults in one line, orderly end."""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from router_harness import (  # noqa: F401
+    Client,
+    event_loop_policy,
+    turn_body,
+)
+from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine, chunk
+
+from kvturn_router.config import ConfigError, parse_config
+
+ENGINES = ["--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"]
+
+
+def test_defaults_bind_loopback_and_are_documented():
+    """Two engines are all that is needed."""
+    config = parse_config(ENGINES, {})
+    assert (config.host, config.port, config.grpc_port) == ("127.0.0.1", 8000, 8001)
+    assert config.lease is None
+    assert config.question_deadline_ms == 50
+    assert config.body_bytes_max == 64 << 20
+
+
+def test_variables_stand_in_for_flags_and_flags_win():
+    """KVTURN_ROUTER_GRPC_PORT is --grpc-port; engines are a list with commas."""
+    environment = {
+        "KVTURN_ROUTER_PREFILL": "http://a:1, http://b:1",
+        "KVTURN_ROUTER_DECODE": "http://c:1",
+        "KVTURN_ROUTER_GRPC_PORT": "9",
+        "KVTURN_ROUTER_STOCK_REUSE": "true",
+        "OTEL_EXPORTER_OTLP_ENDPOINT": "http://collector:4317",
+    }
+    config = parse_config(["--port=7", "--no-grpc"], environment)
+    assert [engine.url for engine in config.prefills] == ["http://a:1", "http://b:1"]
+    assert (config.port, config.grpc_port, config.stock_reuse) == (7, None, True)
+    assert config.otlp_endpoint == "http://collector:4317"
+    assert parse_config([*ENGINES, "--grpc-port=5"], environment).grpc_port == 5
+
+
+def test_engines_may_have_ipv6_addresses():
+    """A literal in brackets."""
+    config = parse_config(["--prefill=http://[::1]:8100", "--decode=http://h:1/"], {})
+    assert (config.prefills[0].host, config.prefills[0].port) == ("::1", 8100)
+    assert config.decodes[0].url == "http://h:1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        ([], "--prefill"),
+        (["--prefill=http://h:1"], "--decode"),
+        ([*ENGINES, "--prefill=h:1"], "--prefill"),
+        ([*ENGINES, "--prefill=https://h:1"], "--prefill"),
+        ([*ENGINES, "--decode=http://h:1/v1"], "--decode"),
+        ([*ENGINES, "--decode=http://h:99999"], "--decode"),
+        ([*ENGINES, ENGINES[0]], "--prefill"),
+        ([*ENGINES, "--port=x"], "--port"),
+        ([*ENGINES, "--port=70000"], "--port"),
+        ([*ENGINES, "--port=5", "--grpc-port=5"], "--grpc-port"),
+        ([*ENGINES, "--max-conversations=0"], "--max-conversations"),
+        ([*ENGINES, "--max-inflight=-1"], "--max-inflight"),
+        ([*ENGINES, "--grace=nan"], "--grace-s"),
+        ([*ENGINES, "--question-deadline-ms=0.5"], "--question-deadline-ms"),
+        ([*ENGINES, "--lease=nowhere"], "--lease"),
+        ([*ENGINES, "--lease=h:1", "--stock-reuse"], "--stock-reuse"),
+        ([*ENGINES, "--engine-api-key-file=/does/not/exist"], "--engine-api-key-file"),
+        ([*ENGINES, "--otlp-endpoint=collector"], "--otlp-endpoint"),
+        ([*ENGINES, "--log-level=loud"], "--log-level"),
+        ([*ENGINES, "--grpc=5"], "--grpc"),
+        ([*ENGINES, "extra"], "extra"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name_in_one_line(flags, named):
+    """Out of range, contradictory, unknown or missing."""
+    with pytest.raises(ConfigError) as refused:
+        parse_config(flags, {})
+    assert named in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_wrong_variable_is_refused_by_its_own_name():
+    """The operator sees what was set where."""
+    with pytest.raises(ConfigError, match="KVTURN_ROUTER_PORT"):
+        parse_config(ENGINES, {"KVTURN_ROUTER_PORT": "x"})
+
+
+class Process:
+    """A router in a process of its own."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+        self.port = 0
+
+    async def until_listening(self) -> str:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(GUARD_S):
+            line = (await self.process.stdout.readline()).decode()
+        self.port = int(line.split("http://127.0.0.1:")[1].split(",")[0])
+        return line
+
+    async def client(self) -> Client:
+        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
+
+    async def until_ready(self) -> None:
+        async with asyncio.timeout(GUARD_S):
+            while True:
+                client = await self.client()
+                await client.send("GET", "/ready")
+                if (await client.answer()).status == 200:
+                    return
+                client.close()
+
+    async def end(self) -> tuple[int, str]:
+        """Waits for the exit; returns its code and what was written to stderr."""
+        assert self.process.stderr is not None
+        async with asyncio.timeout(GUARD_S):
+            errors = (await self.process.stderr.read()).decode()
+            return await self.process.wait(), errors
+
+
+@contextlib.asynccontextmanager
+async def process(*flags: str) -> AsyncIterator[Process]:
+    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+    started = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "kvturn_router",
+        *flags,
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Process(started)
+    finally:
+        if started.returncode is None:
+            started.kill()
+            await started.wait()
+
+
+async def test_faults_at_start_are_one_line_and_an_exit_code(tmp_path: Path):
+    """A bad flag is 2, a port in use is 1; no traceback."""
+    async with process(*ENGINES, "--port=x") as bad:
+        code, errors = await bad.end()
+        assert code == 2
+        assert errors.startswith("kvturn router: --port 'x' must be")
+        assert errors.count("\n") == 1
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        async with process(*ENGINES, f"--port={port}", "--no-grpc") as bad:
+            code, errors = await bad.end()
+            assert (code, errors.count("\n")) == (1, 1)
+            assert f"127.0.0.1:{port}" in errors
+            assert "in use" in errors
+        async with process(*ENGINES, "--port=0", f"--grpc-port={port}") as bad:
+            code, errors = await bad.end()
+            assert (code, errors.count("\n")) == (1, 1)
+            assert f"127.0.0.1:{port}" in errors
+
+
+async def test_it_starts_without_engines_and_ends_in_order():
+    """It says where it listens, is alive and not ready, and SIGTERM ends it with 0."""
+    async with process(*ENGINES, "--port=0", "--grpc-port=0") as router:
+        line = await router.until_listening()
+        assert line.startswith("router listening on http://127.0.0.1:")
+        assert ", grpc 127.0.0.1:" in line
+        client = await router.client()
+        await client.send("GET", "/health")
+        assert (await client.answer()).status == 200
+        await client.send("GET", "/ready")
+        answer = await client.answer()
+        assert answer.status == 503
+        assert answer.json["reason"] == "no usable prefill and no usable decode engine"
+        router.process.send_signal(signal.SIGTERM)
+        code, errors = await router.end()
+        assert code == 0
+        assert "Traceback" not in errors
+
+
+@pytest.mark.parametrize("ends_in_time", [True, False])
+async def test_sigterm_lets_streams_finish_within_the_grace(ends_in_time: bool):
+    """New turns are refused; a stream that ends in time is whole, another ends with an error."""
+    release = asyncio.Event()
+    prefill = await StubEngine("prefill").start()
+    decode = await StubEngine("decode").start()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await release.wait()
+        await reply.end_stream()
+
+    decode.script(CHAT, play)
+    flags = [f"--prefill={prefill.url}", f"--decode={decode.url}", "--port=0", "--no-grpc"]
+    grace = "--grace=20" if ends_in_time else "--grace=0.1"
+    async with process(*flags, grace, "--health-interval-s=0.05") as router:
+        await router.until_listening()
+        await router.until_ready()
+        client, other = await router.client(), await router.client()
+        await other.send("GET", "/health")
+        await other.answer()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        head = await client.head()
+        assert await client.piece() is not None
+        router.process.send_signal(signal.SIGTERM)
+        # Its idle connection is closed, and no new one is accepted.
+        assert await other.reader.read() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await router.client()
+        router.process.send_signal(signal.SIGTERM)
+        if ends_in_time:
+            release.set()
+            assert await client.piece() == b"data: [DONE]\n\n"
+            assert await client.piece() is None
+        else:
+            error = json.loads((await client.piece() or b"").removeprefix(b"data: "))
+            assert error["error"]["code"] == 503
+            assert await client.reader.read() == b""
+        assert head.status == 200
+        code, errors = await router.end()
+        assert code == 0
+        assert "Traceback" not in errors
+    release.set()
+    await prefill.stop()
+    await decode.stop()

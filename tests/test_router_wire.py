@@ -1,0 +1,333 @@
+"""HTTP between clients and the router: framing, limits, bad input, many clients."""
+
+import asyncio
+import json
+
+import pytest
+from router_harness import (  # noqa: F401
+    Client,
+    event_loop_policy,
+    router,
+    turn_body,
+)
+from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk
+
+BODY = json.dumps(turn_body()).encode()
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b"{", None),
+        (b"[]", None),
+        (b'""', None),
+        (b"", None),
+        (b'{"messages":[]}', "model"),
+        (b'{"model":null,"messages":[]}', "model"),
+        (b'{"model":7,"messages":[]}', "model"),
+        (b'{"model":"","messages":[]}', "model"),
+        (b'{"model":"m"}', "messages"),
+        (b'{"model":"m","messages":null}', "messages"),
+        (b'{"model":"m","messages":"hi"}', "messages"),
+        (b'{"model":"m","messages":[],"stream":"yes"}', "stream"),
+        (b'{"model":"m","messages":[],"stream_options":[]}', "stream_options"),
+        (b'{"model":"m","messages":[],"n":"2"}', "n"),
+        (b'{"model":"m","messages":[],"max_tokens":"16"}', "max_tokens"),
+        (b'{"model":"m","messages":[],"temperature":NaN}', None),
+        (b'{"model":"m","messages":[],"model":"x"}', "model"),
+        (b'{"model":"m","messages":[],"conversation_id":5}', "conversation_id"),
+        (b'{"model":"m","messages":[],"vllm_xargs":5}', "vllm_xargs"),
+        (b'{"model":"m","messages":' + b"[" * 200 + b"]" * 200 + b"}", None),
+        (b'{"model":"m","messages":["\\ud800"]}', None),
+        (b'{"model":"m","messages":["\xff"]}', None),
+    ],
+)
+async def test_a_bad_body_is_a_400_that_names_the_field_and_no_engine_sees_it(body, param):
+    """OpenAI's error shape; neither leg is called."""
+    async with router() as rig:
+        answer = await rig.post(body)
+        assert answer.status == 400
+        error = answer.json["error"]
+        assert error["param"] == param
+        assert error["type"] == "invalid_request_error"
+        assert not rig.prefill.turns
+        assert not rig.decode.turns
+
+
+@pytest.mark.parametrize(
+    "members",
+    [
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"unknown": {"a": [1]}},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "é"}]}]},
+        {"messages": [{"role": "user", "content": "x", "extra": 1}], "temperature": None},
+    ],
+)
+async def test_what_engines_may_accept_is_theirs_to_judge(members):
+    """Tools without parameters, unknown fields, content in parts: forwarded as they are."""
+    async with router() as rig:
+        body = turn_body(**members)
+        assert (await rig.post(body)).status == 200
+        sent = rig.decode.turns[0].json
+        assert {name: sent[name] for name in body} == body
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"),
+    [
+        ("GET", "/health", 200),
+        ("HEAD", "/health", 200),
+        ("GET", "/ready", 200),
+        ("GET", "/v1/models", 200),
+        ("POST", "/health", 405),
+        ("GET", CHAT, 405),
+        ("GET", "/", 404),
+        ("GET", "/v1/chat", 404),
+        ("POST", "/v1/embeddings", 404),
+        ("GET", "/%ff", 404),
+        ("OPTIONS", "*", 404),
+    ],
+)
+async def test_routes_and_methods(method, path, status):
+    """Known paths answer, others are a 404 or 405 in OpenAI's shape."""
+    async with router() as rig:
+        answer = await rig.ask(method, path)
+        assert answer.status == status
+        if status >= 400:
+            assert answer.json["error"]["code"] == status
+
+
+async def test_models_are_an_engines_own_answer():
+    """The list comes from an engine, whole."""
+    async with router() as rig:
+        assert (await rig.ask("GET", "/v1/models")).json["data"] == [{"id": "m", "object": "model"}]
+
+
+async def test_a_form_is_not_a_turn():
+    """Another content type is a 415: no web page elsewhere can post turns."""
+    async with router() as rig:
+        kind = [("Content-Type", "text/plain")]
+        assert (await rig.post(turn_body(), headers=kind)).status == 415
+        kind = [("Content-Type", "application/json; charset=utf-8")]
+        assert (await rig.post(turn_body(), headers=kind)).status == 200
+
+
+async def test_a_connection_serves_request_after_request_and_those_sent_ahead():
+    """Three turns at once on one connection: three answers, in order."""
+    async with router() as rig:
+        client = await rig.client()
+        for number in range(3):
+            body = json.dumps(turn_body(conversation_id=f"c{number}")).encode()
+            await client.send("POST", CHAT, body)
+        answers = [await client.answer() for _ in range(3)]
+        assert [answer.headers["x-kvturn-conversation"] for answer in answers] == ["c0", "c1", "c2"]
+        await client.send("GET", "/health")
+        assert (await client.answer()).json == {"status": "ok"}
+
+
+async def test_a_client_that_asks_to_close_is_closed():
+    """Connection: close, and HTTP/1.0, end the connection after the answer."""
+    async with router() as rig:
+        client = await rig.client()
+        await client.send("GET", "/health", headers=[("Connection", "close")])
+        assert (await client.answer()).headers["connection"] == "close"
+        assert await client.reader.read() == b""
+        client = await rig.client()
+        body = json.dumps(turn_body(stream=True)).encode()
+        client.writer.write(
+            b"POST %b HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            % (CHAT.encode(), len(body), body)
+        )
+        answer = await client.answer()
+        assert "transfer-encoding" not in answer.headers
+        assert answer.events[-1] == "[DONE]"
+
+
+async def test_a_body_in_chunks_and_an_expectation_are_understood():
+    """Transfer-Encoding: chunked, then Expect: 100-continue with three megabytes."""
+    async with router() as rig:
+        client = await rig.client()
+        client.writer.write(
+            b"POST %b HTTP/1.1\r\ncontent-type: application/json\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" % CHAT.encode()
+        )
+        for at in range(0, len(BODY), 7):
+            piece = BODY[at : at + 7]
+            client.writer.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+        client.writer.write(b"0\r\nx-trailer: 1\r\n\r\n")
+        assert (await client.answer()).status == 200
+        long = json.dumps(turn_body(user="x" * (3 << 20))).encode()
+        headers = [("Expect", "100-continue"), ("Content-Length", str(len(long)))]
+        await client.send("POST", CHAT, None, [*headers, ("Content-Type", "application/json")])
+        assert (await client.head()).status == 100
+        client.writer.write(long)
+        assert (await client.answer()).status == 200
+        assert len(rig.decode.turns[1].body) > 3 << 20
+
+
+async def test_an_offer_of_http_2_is_passed_over():
+    """Some clients send Upgrade: h2c with every request; the body is not lost over it."""
+    async with router() as rig:
+        client = await rig.client()
+        offer = [
+            ("Connection", "Upgrade, HTTP2-Settings"),
+            ("Upgrade", "h2c"),
+            ("HTTP2-Settings", "AAMAAABkAARAAAAAAAIAAAAA"),
+        ]
+        for _ in range(2):
+            await client.send("POST", CHAT, BODY, offer)
+            assert (await client.answer()).status == 200
+        assert rig.decode.turns[1].json["max_tokens"] == 16
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_a_body_above_the_limit_is_a_413_that_names_it(chunked):
+    """The client that is still writing sees the answer, and no engine is called."""
+    async with router("--max-body-mb=1") as rig:
+        client = await rig.client()
+        framing = "transfer-encoding: chunked" if chunked else f"content-length: {2 << 20}"
+        client.writer.write(
+            f"POST {CHAT} HTTP/1.1\r\ncontent-type: application/json\r\n{framing}\r\n\r\n".encode()
+        )
+        piece = b"x" * 65536
+        for _ in range(32):
+            client.writer.write(b"10000\r\n" + piece + b"\r\n" if chunked else piece)
+        answer = await client.answer()
+        assert answer.status == 413
+        assert str(1 << 20) in answer.json["error"]["message"]
+        assert not rig.prefill.turns
+
+
+async def test_a_head_above_the_limit_is_a_431():
+    """One endless header, or very many."""
+    async with router("--max-header-kb=4") as rig:
+        client = await rig.client()
+        await client.send("GET", "/health", headers=[("X-Long", "x" * 5000)])
+        assert (await client.answer()).status == 431
+        client = await rig.client()
+        client.writer.write(b"GET /health HTTP/1.1\r\nX-Long: " + b"x" * 300_000)
+        assert (await client.answer()).status == 431
+        client = await rig.client()
+        await client.send("GET", "/health", headers=[(f"a{n}", "1") for n in range(300)])
+        assert (await client.answer()).status == 431
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: 3\r\ncontent-length: 4\r\n\r\n",
+        b"POST / HTTP/1.1\r\ncontent-length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    ],
+)
+async def test_what_is_not_http_is_refused_and_the_connection_closed(data):
+    """Ambiguous framing above all: it is how requests are smuggled."""
+    async with router() as rig:
+        client = await rig.client()
+        client.writer.write(data)
+        answer = await client.answer()
+        assert answer.status in (400, 505)
+        assert answer.headers["connection"] == "close"
+        assert await client.reader.read() == b""
+        assert (await rig.ask("GET", "/health")).status == 200
+
+
+async def test_more_turns_than_the_limit_are_told_to_come_back():
+    """Two at once are served, the third is a 429 with Retry-After; later there is room again."""
+    async with router("--max-inflight=2") as rig:
+        release = asyncio.Event()
+
+        async def held(seen: Seen, reply: Reply) -> None:
+            await release.wait()
+            await reply.json(rig.prefill.prefill_answer())
+
+        rig.prefill.script(CHAT, held)
+        turns = [asyncio.create_task(rig.post(turn_body())) for _ in range(2)]
+        await rig.prefill.turn(2)
+        refused = await rig.post(turn_body())
+        assert refused.status == 429
+        assert refused.headers["retry-after"] == "1"
+        assert refused.json["error"]["type"] == "rate_limit_error"
+        release.set()
+        assert [(await turn).status for turn in turns] == [200, 200]
+        assert (await rig.post(turn_body())).status == 200
+
+
+async def test_a_client_that_does_not_read_slows_the_engine():
+    """Sixty-four megabytes for a client that reads nothing: the router does not hoard them."""
+    total = 64 << 20
+    sent = 0
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        nonlocal sent
+        await reply.begin_stream()
+        piece = b"data: " + b"x" * 65530 + b"\n\n"
+        while sent < total:
+            await reply.send(piece)
+            sent += len(piece)
+        await reply.end_stream()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await client.head()
+        client.writer.transport.pause_reading()
+        before = -1
+        while before != sent:
+            before = sent
+            for _ in range(50):
+                await asyncio.sleep(0)
+            await rig.ask("GET", "/health")
+        assert sent < total
+        client.writer.transport.resume_reading()
+        size = 0
+        while (piece := await client.piece()) is not None:
+            size += len(piece)
+        assert size >= total
+
+
+async def test_hundreds_of_streams_at_once_and_nothing_left_after():
+    """Three hundred open streams; all begin before any ends, and every connection closes."""
+    count = 300
+    release = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await release.wait()
+        await reply.end_stream()
+
+    async def follow(client: Client) -> int:
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        head = await client.head()
+        assert await client.piece() is not None
+        started.release()
+        pieces = 0
+        while await client.piece() is not None:
+            pieces += 1
+        client.close()
+        return head.status
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        started = asyncio.Semaphore(0)
+        streams = [asyncio.create_task(follow(await rig.client())) for _ in range(count)]
+        for _ in range(count):
+            await started.acquire()
+        release.set()
+        assert set(await asyncio.gather(*streams)) == {200}
+        await rig.until(lambda: not rig.server._listener.connections)
+        assert rig.server._forwarder.in_flight == 0
+
+
+async def test_completions_stream_too():
+    """The other path, streamed, ends with [DONE]."""
+    async with router() as rig:
+        body = turn_body(messages=..., prompt="x", stream=True)
+        assert (await rig.post(body, COMPLETIONS)).events[-1] == "[DONE]"
