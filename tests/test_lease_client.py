@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
@@ -366,3 +366,107 @@ async def test_grant_that_cannot_be_compared_is_still_a_grant(
         answer = await answer_to(client)
         assert not isinstance(answer, int)
         assert (answer.granted, answer.common_tokens) == (True, 0)
+
+
+# --- retentions ----------------------------------------------------------------------------------
+
+
+async def test_grant_brings_the_digests_of_the_tokens(service: Service) -> None:
+    """What another engine's BeginRead will be compared with."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        retain(client, 1, list(range(40)))
+        retention = (await stream.next("grant")).grant.retention
+        assert retention.lease_id == "inc.1.1"
+        assert (retention.digests.stride_tokens, retention.digests.digest_bytes) == (16, 16)
+        assert retention.digests.values == digest_values(list(range(40)), SCOPE, b"")
+
+
+async def test_release_and_refusal_free(service: Service) -> None:
+    """The lease service has the say; the scheduler thread hears of it on its next pass."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        for number in (1, 2, 3):
+            retain(client, number)
+            await stream.next("grant")
+        stream.send(release=lease_pb2.Release(lease_id="inc.1.1", reason=PRESSURE))
+        stream.send(grant_refused=lease_pb2.GrantRefused(lease_id="inc.3.1"))
+        assert await freed_numbers(client, 2) == [1, 3]
+        assert client.take_freed() == []
+
+
+async def test_notice_frees_and_is_told(service: Service) -> None:
+    """All ranks have been told that the blocks were read."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        retain(client, 1)
+        await stream.next("grant")
+        client.notice("inc.1.1")
+        freed = (await stream.next("freed")).freed
+        assert (freed.lease_id, freed.reason) == ("inc.1.1", common_pb2.RELEASE_REASON_CONSUMED)
+        assert await freed_numbers(client, 1) == [1]
+
+
+async def test_retention_that_cannot_be_digested_goes_back(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nobody would ever release it; the next one is offered as ever."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        retain(client, 1, [-1])
+        retain(client, 2)
+        assert (await stream.next("grant")).grant.retention.lease_id == "inc.2.1"
+        assert await freed_numbers(client, 1) == [1]
+        assert "its blocks go back" in caplog.text
+
+
+class Gate(list[int]):
+    """Tokens that cannot be read before they are let."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        super().__init__(tokens)
+        self.reading = threading.Event()
+        self.opened = threading.Event()
+
+    def __getitem__(self, index: Any) -> Any:
+        self.reading.set()
+        assert self.opened.wait(TIMEOUT_S)
+        return super().__getitem__(index)
+
+
+async def test_scheduler_thread_is_never_kept_waiting(service: Service) -> None:
+    """Every call returns while the client's thread is stuck in the middle of something."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        gate = Gate(list(range(40)))
+        retain(client, 1, gate)
+        await asyncio.to_thread(gate.reading.wait, TIMEOUT_S)
+        client.ask(question())
+        client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
+        client.withdraw(1, PRESSURE)
+        client.notice("inc.9.9")
+        assert (client.take_answers(), client.take_freed()) == ([], [])
+        assert client.vouching
+        gate.opened.set()
+        await stream.next("grant")
+
+
+async def test_withdrawals_that_are_waiting_go_out_together(service: Service) -> None:
+    """The scheduler thread gives up many at once: one heartbeat names them all."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        for number in range(1, 51):
+            retain(client, number)
+            await stream.next("grant")
+        gate = Gate(list(range(40)))
+        retain(client, 51, gate)
+        await asyncio.to_thread(gate.reading.wait, TIMEOUT_S)
+        for number in range(1, 51):
+            client.withdraw(number, PRESSURE)
+        gate.opened.set()
+        await stream.next("grant")
+        named: list[list[str]] = [[]]
+        while not named[-1]:
+            heartbeat = (await stream.received.get()).heartbeat
+            named.append([one.lease_id for one in heartbeat.withdrawn])
+        assert named[-1] == [f"inc.{number}.1" for number in range(1, 51)]

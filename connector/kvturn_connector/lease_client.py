@@ -28,13 +28,13 @@ from kvturn_connector.digest import (
     digest_values,
 )
 from kvturn_connector.reader import Answer
+from kvturn_connector.retention import Freed
 from kvturn_connector.telemetry import Telemetry, metadata_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Sequence
 
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
-    from kvturn_connector.retention import Freed
     from kvturn_connector.session import EngineSession
 
     SessionCall = grpc.aio.StreamStreamCall[
@@ -302,7 +302,14 @@ class LeaseClient:
         span = self._telemetry.span("grant", traceparent, time.time_ns(), _about(offer))
         offer.digests.stride_tokens = STRIDE_TOKENS
         offer.digests.digest_bytes = DIGEST_BYTES
-        offer.digests.values = digest_values(token_ids, scope, self._config.secret)
+        try:
+            offer.digests.values = digest_values(token_ids, scope, self._config.secret)
+        except Exception:
+            # Whatever it is, decode must not hold blocks that nobody will ever release.
+            logger.exception("kvturn: a retention cannot be offered; its blocks go back")
+            self._freed.append(Freed(number, common_pb2.RELEASE_REASON_REVOKED))
+            span.end()
+            return
         self._send(self._session.retain(number, offer, self._clock()))
         span.set_attribute("kvturn.lease_id", offer.lease_id)
         span.end()
