@@ -470,3 +470,151 @@ async def test_withdrawals_that_are_waiting_go_out_together(service: Service) ->
             heartbeat = (await stream.received.get()).heartbeat
             named.append([one.lease_id for one in heartbeat.withdrawn])
         assert named[-1] == [f"inc.{number}.1" for number in range(1, 51)]
+
+
+# --- what goes wrong -----------------------------------------------------------------------------
+
+
+async def test_registers_again_after_a_restart_on_the_same_port(service: Service) -> None:
+    """A higher session number, and all that is held under its new names."""
+    async with running(service.port) as client:
+        stream, _ = await service.session()
+        retain(client, 1)
+        await stream.next("grant")
+        await service.stop()
+        await until(lambda: not client.registered)
+        retain(client, 2)
+        await service.start()
+        stream, register = await service.session()
+        assert stream.number == 2
+        assert [one.lease_id for one in register.inventory] == ["inc.1.2", "inc.2.2"]
+        assert register.previous_term == 7
+        await until(lambda: client.registered)
+
+
+@pytest.mark.parametrize("broken_by", ["end", "gap", "refusal"])
+async def test_registers_again_when_a_session_ends(service: Service, broken_by: str) -> None:
+    """Ended by the lease service, by a message that got lost, or by an answer without sense."""
+    async with running(service.port) as client:
+        stream = await service.stream()
+        stream.number = (await stream.next("register")).session_number
+        if broken_by == "refusal":
+            stream.send(registered=lease_pb2.Registered())
+        else:
+            stream.registered()
+            await until(lambda: client.registered)
+            stream.sequence += broken_by == "gap"
+            stream.send(heartbeat_ack=lease_pb2.HeartbeatAck())
+            if broken_by == "end":
+                stream.end()
+        stream, _ = await service.session()
+        assert stream.number == 2
+        await until(lambda: client.registered)
+
+
+async def test_frozen_lease_service_is_left_after_a_ttl(service: Service) -> None:
+    """The stream stands, the heartbeats go out, and nothing comes back."""
+    clock = Clock()
+    async with running(service.port, clock) as client:
+        await service.session()
+        await until(lambda: client.registered)
+        clock.ahead_ns += 5 * NS_PER_S
+        stream, _ = await service.session()
+        assert stream.number == 2
+
+
+async def test_session_that_fails_inside_is_followed_by_another(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An error of the connector itself costs one session, not reuse for ever."""
+    failures = [RuntimeError("planted")]
+
+    def memory() -> lease_pb2.KvMemory:
+        if failures:
+            raise failures.pop()
+        return lease_pb2.KvMemory()
+
+    async with running(service.port, session=engine_session(memory)) as client:
+        await service.session()
+        stream, _ = await service.session()
+        assert stream.number == 2
+        await until(lambda: client.registered)
+        assert "planted" in caplog.text
+
+
+async def test_thread_that_ends_vouches_no_more(
+    service: Service, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decode frees all by itself, but not before every reader is done."""
+    clock, failing = Clock(), threading.Event()
+
+    def memory() -> lease_pb2.KvMemory:
+        if failing.is_set():
+            raise RuntimeError("planted")
+        return lease_pb2.KvMemory()
+
+    engine = engine_session(memory)
+    async with running(service.port, clock, engine) as client:
+        stream, _ = await service.session()
+        retain(client, 1)
+        await stream.next("grant")
+        await until(lambda: client.registered)
+        failing.set()
+        clock.ahead_ns += NS_PER_S
+        await until(lambda: not client_threads())
+        assert "the lease client ended" in caplog.text
+        assert not client.registered
+        assert client.take_freed() == []
+        assert client.vouching
+        client.ask(question())
+        client.withdraw(1, PRESSURE)
+        clock.ahead_ns += engine.hold_after_vouch_ns
+        assert not client.vouching
+
+
+async def test_question_that_is_never_answered_ends_at_its_deadline(service: Service) -> None:
+    """The reader computes; it does not know whether the lease was granted."""
+    async with running(service.port, deadline_ms=20) as client:
+        client.ask(question())
+        assert await answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+        assert service.questions.qsize() == 1
+
+
+async def test_question_without_a_lease_service_fails() -> None:
+    """Nobody listens at all, or somebody who never says a word."""
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        async with running(never_answers.getsockname()[1], deadline_ms=20) as client:
+            client.ask(question())
+            assert await answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+
+
+async def test_end_of_a_read_is_told_until_it_is_heard(service: Service) -> None:
+    """A restart of the lease service in between costs a second, not the whole K*R."""
+    service.end_failures = 2
+    end = lease_pb2.EndReadRequest(lease_id="inc.1.1", outcome=lease_pb2.READ_OUTCOME_COMPLETED)
+    async with running(service.port) as client:
+        client.end_read(end, TRACEPARENT, 10**18)
+        for _ in range(3):
+            assert await service.ends.get() == end
+
+
+@pytest.mark.parametrize("frozen", ["stream", "socket", "nobody"])
+async def test_shutdown_does_not_wait_for_a_frozen_lease_service(
+    service: Service, frozen: str
+) -> None:
+    """`running` checks that the thread is gone; calls after it are harmless."""
+    with socket.create_server(("127.0.0.1", 0)) as never_answers:
+        port = service.port if frozen == "stream" else never_answers.getsockname()[1]
+        if frozen == "nobody":
+            never_answers.close()
+        async with running(port, deadline_ms=10_000) as client:
+            client.ask(question())
+            client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
+            if frozen == "stream":
+                await service.stream()
+                await service.questions.get()
+        client.shutdown()
+        client.ask(question())
+        retain(client, 1)
+        assert client.take_answers() == []
+        assert not client.registered

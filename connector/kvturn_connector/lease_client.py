@@ -100,11 +100,11 @@ class LeaseClient:
         self._answers: deque[tuple[Question, Answer | int]] = deque()
         self._freed: deque[Freed] = deque()
         self._withdrawing: dict[int, int] = {}
-        self._outbox: asyncio.Queue[lease_pb2.EngineSessionRequest]
+        self._outbox = asyncio.Queue[lease_pb2.EngineSessionRequest](SEND_QUEUE_MAX)
         self._stub: LeaseServiceAsyncStub
         self._telemetry: Telemetry
         self._tasks: set[asyncio.Task[None]] = set()
-        self._wake: asyncio.Event
+        self._wake = asyncio.Event()
         self._loop = asyncio.new_event_loop()
         self._started = threading.Event()
         self._died_ns = 0
@@ -163,9 +163,8 @@ class LeaseClient:
 
     def shutdown(self) -> None:
         """Ends the session and the thread, within a few seconds."""
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._main_task.cancel)
-            self._thread.join(JOIN_TIMEOUT_S)
+        self._call(lambda: self._main_task.cancel())
+        self._thread.join(JOIN_TIMEOUT_S)
 
     # --- on the thread -----------------------------------------------------------------------
 
@@ -178,22 +177,22 @@ class LeaseClient:
         except Exception:
             logger.exception("kvturn: the lease client ended; decode's KV is no longer offered")
         finally:
+            self._session.close()
             self._died_ns = self._clock()
+            self._started.set()
             self._loop.close()
 
     async def _main(self) -> None:
-        self._wake = asyncio.Event()
-        self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
         self._telemetry = Telemetry(self._config.otlp_endpoint, self._engine_id)
         channel = grpc.aio.insecure_channel(self._config.lease_endpoint, options=_CHANNEL_OPTIONS)
         self._stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
         self._started.set()
-        ticker = asyncio.create_task(self._tick())
+        # Neither ends by itself. If one fails the thread ends, and all vouching with it.
+        endless = [asyncio.create_task(self._sessions()), asyncio.create_task(self._tick())]
         try:
-            await self._sessions()
+            await asyncio.gather(*endless)
         finally:
-            ticker.cancel()
-            pending = [ticker, *self._tasks]
+            pending = [*endless, *self._tasks]
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
@@ -214,6 +213,10 @@ class LeaseClient:
                 ConnectionError,
             ) as error:
                 reason = _reason(error)
+            except Exception:
+                # What one session brought does not end those after it.
+                logger.exception("kvturn: the session with the lease service failed")
+                reason = "an error of the connector"
             else:
                 reason = "the stream ended"
             if self._session.registered:
@@ -417,7 +420,7 @@ class LeaseClient:
 
         self._call(start)
 
-    def _call(self, function: Callable[[], None]) -> None:
+    def _call(self, function: Callable[[], object]) -> None:
         with contextlib.suppress(RuntimeError):  # The loop is closed: shutting down.
             self._loop.call_soon_threadsafe(function)
 
