@@ -614,6 +614,7 @@ async def test_shutdown_does_not_wait_for_a_frozen_lease_service(
                 await service.stream()
                 await service.questions.get()
         client.shutdown()
+        client.take_answers()
         client.ask(question())
         retain(client, 1)
         assert client.take_answers() == []
