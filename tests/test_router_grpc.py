@@ -294,3 +294,25 @@ async def test_health_and_reflection_answer():
         services = (await call.read()).list_services_response.service
         assert name in {service.name for service in services}
         await call.done_writing()
+
+
+async def test_shutdown_ends_streams_with_a_status_and_refuses_new_calls():
+    """The grace is over: an open stream ends UNAVAILABLE, decode's connection ends."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await seen.gone.wait()
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.decode.script(CHAT, play)
+        call = stub.Chat(chat())
+        assert (await call.read()).report.turn == 1
+        stopping = asyncio.create_task(rig.server.stop())
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await call.read()
+        assert error.value.code() is grpc.StatusCode.UNAVAILABLE
+        await stopping
+        async with asyncio.timeout(10):
+            await rig.decode.turns[0].gone.wait()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await stub.Complete(router_pb2.CompleteRequest(body_json="{}"), timeout=5)

@@ -331,3 +331,67 @@ async def test_completions_stream_too():
     async with router() as rig:
         body = turn_body(messages=..., prompt="x", stream=True)
         assert (await rig.post(body, COMPLETIONS)).events[-1] == "[DONE]"
+
+
+async def test_requests_sent_ahead_have_limits():
+    """Twenty requests while the first is served: those beyond sixteen are refused."""
+    release = asyncio.Event()
+
+    async def held(seen: Seen, reply: Reply) -> None:
+        await release.wait()
+        await reply.json(rig.prefill.prefill_answer())
+
+    async with router() as rig:
+        rig.prefill.script(CHAT, held)
+        client = await rig.client()
+        for _ in range(20):
+            await client.send("POST", CHAT, BODY)
+        await rig.prefill.turn(1)
+        release.set()
+        statuses = [(await client.answer()).status for _ in range(18)]
+        assert statuses == [200] * 17 + [429]
+        assert await client.reader.read() == b""
+
+
+async def test_a_client_that_never_reads_is_given_up():
+    """Its answer has been stuck for the stall limit: the connection and both legs end."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        while not seen.gone.is_set():
+            await reply.send(b"data: " + b"x" * 65530 + b"\n\n")
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await client.head()
+        client.writer.transport.pause_reading()
+        listener = rig.server._listener
+        loop = asyncio.get_running_loop()
+        (connection,) = [open_ for open_ in listener.connections if open_._current is not None]
+        await rig.until(lambda: connection._blocked)
+        listener.sweep(loop.time() + listener.limits.stall_s - 10)
+        assert rig.server._forwarder.in_flight == 1
+        listener.sweep(loop.time() + listener.limits.stall_s + 10)
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+        async with asyncio.timeout(10):
+            await rig.decode.turns[0].gone.wait()
+
+
+async def test_a_request_that_does_not_come_whole_is_a_408():
+    """Half a head, half a body, or nothing at all for too long."""
+    async with router() as rig:
+        loop = asyncio.get_running_loop()
+        listener = rig.server._listener
+        half_head, half_body, idle = [await rig.client() for _ in range(3)]
+        half_head.writer.write(b"POST / HTTP/1.1\r\nhost:")
+        half_body.writer.write(b"POST / HTTP/1.1\r\ncontent-length: 9\r\n\r\nabc")
+        await rig.until(
+            lambda: sum(connection._reading for connection in listener.connections) == 2
+        )
+        listener.sweep(loop.time() + listener.limits.request_s + 10)
+        assert (await half_head.answer()).status == 408
+        assert (await half_body.answer()).status == 408
+        listener.sweep(loop.time() + listener.limits.idle_s + 10)
+        assert await idle.reader.read() == b""

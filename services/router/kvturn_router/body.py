@@ -52,6 +52,8 @@ _INNER_TRANSFER_NAMES = ("kv_transfer_params", "ec_transfer_params")
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
+_string_decoder = msgspec.json.Decoder(str)
+_number_decoder = msgspec.json.Decoder(float)
 _brackets_alike = bytes.maketrans(b"{}", b"[]")
 _not_opening = bytes(byte for byte in range(256) if byte not in b"[{")
 _not_structure = bytes(byte for byte in range(256) if byte not in b'[]{}"')
@@ -184,7 +186,7 @@ def _either(kinds: Sequence[str]) -> str:
 def given_string(members: Members, name: str) -> str | None:
     """Returns a string member, or None if it is absent or null. Raises as `given`."""
     value = given(members, name, "string")
-    return None if value is None else msgspec.json.decode(value, type=str)
+    return None if value is None else _string_decoder.decode(value)
 
 
 def given_flag(members: Members, name: str) -> bool:
@@ -196,7 +198,7 @@ def given_flag(members: Members, name: str) -> bool:
 def given_number(members: Members, name: str) -> float | None:
     """Returns a number member, or None if it is absent or null. Raises as `given`."""
     value = given(members, name, "number")
-    return None if value is None else msgspec.json.decode(value, type=float)
+    return None if value is None else _number_decoder.decode(value)
 
 
 def needs_decode_alone(members: Members, path: str) -> bool:
@@ -296,8 +298,3 @@ def decode_parts(
     if transfer is not None:
         added.append(("kv_transfer_params", transfer))
     return joined(members, leave_out, added)
-
-
-def release_parts(members: Members, transfer: bytes) -> list[bytes]:
-    """Returns a decode body that only fetches what prefill holds for it: one token."""
-    return prefill_parts(members, transfer)

@@ -38,6 +38,8 @@ logger = logging.getLogger("kvturn.router.http")
 
 _CONVERSATIONS: Final = "/kvturn/v1/conversations/"
 _MODELS_SILENCE_S: Final = 10.0
+Work = Callable[[], Coroutine[None, None, None]]
+
 _JSON: Final = ((b"content-type", b"application/json"),)
 _ABSENCE_S_MAX: Final = 7 * 24 * 3600
 
@@ -131,7 +133,7 @@ class HttpFront:
             self._turn(answer, request, path)
         elif path == "/v1/models":
             _allow(request, "GET")
-            self._run(answer, self._models(answer, request))
+            self._run(answer, lambda: self._models(answer, request))
         elif path == "/health":
             _allow(request, "GET")
             answer.whole(200, _JSON, b'{"status":"ok"}')
@@ -150,7 +152,7 @@ class HttpFront:
         turn = self._intake.turn(path, request.body, request.headers)
         request.body = b""
         self._gate.enter()
-        self._run(answer, self._serve_turn(answer, turn), self._gate.leave)
+        self._run(answer, lambda: self._serve_turn(answer, turn), self._gate.leave)
 
     async def _serve_turn(self, answer: HttpAnswer, turn: TurnRequest) -> None:
         try:
@@ -164,7 +166,7 @@ class HttpFront:
     def _run(
         self,
         answer: HttpAnswer,
-        work: Coroutine[None, None, None],
+        work: Work,
         done: Callable[[], None] | None = None,
     ) -> None:
         task = asyncio.get_running_loop().create_task(self._guarded(answer, work))
@@ -174,9 +176,9 @@ class HttpFront:
         if done is not None:
             task.add_done_callback(lambda _: done())
 
-    async def _guarded(self, answer: HttpAnswer, work: Coroutine[None, None, None]) -> None:
+    async def _guarded(self, answer: HttpAnswer, work: Work) -> None:
         try:
-            await work
+            await work()
         except TurnError as error:
             answer.refuse(error)
         except Exception:
@@ -229,9 +231,9 @@ class HttpFront:
         key = self._key(request, rest.removesuffix("/keepalive"), query)
         if keep_alive:
             _allow(request, "POST")
-            self._run(answer, self._keep_alive(answer, request, key))
+            self._run(answer, lambda: self._keep_alive(answer, request, key))
         elif request.method == "DELETE":
-            self._run(answer, self._end(answer, key))
+            self._run(answer, lambda: self._end(answer, key))
         else:
             _allow(request, "GET", "DELETE")
             self._tell(answer, key)

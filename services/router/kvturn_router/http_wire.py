@@ -56,14 +56,16 @@ class WireLimits:
     """Limits on one connection.
 
     Bodies above `body_bytes_max` are refused with 413, heads above
-    `head_bytes_max` with 431. A request must be whole `request_s` after its last
-    byte came, an idle connection is closed after `idle_s`.
+    `head_bytes_max` with 431. A request whose bytes stop coming for `request_s`
+    is refused, an idle connection is closed after `idle_s`, and a client that
+    takes nothing of its answer for `stall_s` is given up.
     """
 
     body_bytes_max: int
     head_bytes_max: int
     request_s: float = 30.0
     idle_s: float = 120.0
+    stall_s: float = 300.0
 
 
 Serve = Callable[["HttpAnswer", HttpRequest], None]
@@ -234,6 +236,7 @@ class ClientConnection(asyncio.Protocol):
         self._ahead: deque[HttpRequest] = deque()
         self._flow: Flow | None = None
         self._blocked = False
+        self._blocked_at = 0.0
         self._last_read = self._loop.time()
         # The request being read.
         self._target = b""
@@ -253,7 +256,9 @@ class ClientConnection(asyncio.Protocol):
 
     def check_time(self, now: float) -> None:
         """Closes the connection if its client took too long."""
-        if self._current is not None or self._transport is None:
+        if self._current is not None:
+            if self._blocked and now - self._blocked_at > self.listener.limits.stall_s:
+                self.abort()
             return
         quiet_s = now - self._last_read
         if self._closing:
@@ -331,6 +336,7 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._blocked = True
+        self._blocked_at = self._loop.time()
         if self._flow is not None:
             self._flow.pause()
 
@@ -447,10 +453,14 @@ class ClientConnection(asyncio.Protocol):
             self._refuse(TurnError(505, "Speak HTTP/1.1.", reason="REQUEST_INVALID"))
         elif self._current is None and not self._ahead:
             self._serve(request)
-        elif len(self._ahead) < _AHEAD_MAX:
+        elif self._may_wait(request):
             self._ahead.append(request)
         else:
             self._refuse(TurnError(429, "Too many requests sent ahead.", reason="TOO_MANY_AHEAD"))
+
+    def _may_wait(self, request: HttpRequest) -> bool:
+        waiting = sum(len(ahead.body) for ahead in self._ahead) + len(request.body)
+        return len(self._ahead) < _AHEAD_MAX and waiting <= self.listener.limits.body_bytes_max
 
     def _serve(self, request: HttpRequest) -> None:
         answer = HttpAnswer(self, request)

@@ -33,6 +33,8 @@ _TOUCHES_AT_ONCE = 8
 _TOUCH_DEADLINE_S = 1.0
 _TOUCH_TRIES = 3
 _CALL_DEADLINE_S = 1.0
+_LONGEST_READ_MS = 3_000
+"""Longest read where the lease service does not say."""
 
 _CHANNEL_OPTIONS = (
     # One attempt per call: the deadline is far below a retry's backoff.
@@ -104,7 +106,7 @@ class LeaseClient:
                 None,
                 answer.lease_id,
                 answer.http_address,
-                answer.longest_read.ToMilliseconds(),
+                answer.longest_read.ToMilliseconds() or _LONGEST_READ_MS,
             )
         return Resolution(verdict_of(answer.verdict) or Verdict.NO_LEASE, "", answer.http_address)
 
