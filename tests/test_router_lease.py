@@ -164,6 +164,7 @@ async def test_the_service_hears_when_turns_begin_and_end():
 async def test_a_grant_on_its_way_is_waited_for():
     """Right after turn 1 the service is asked for turn 1's grant; in a new one for none."""
     async with router(lease=FakeLease()) as rig:
+        rig.prefill.report = REPORT
         await rig.post(turn_body(conversation_id="c1"))
         await rig.post(turn_body(conversation_id="c1"))
         first, second = rig.lease.resolved
@@ -171,6 +172,17 @@ async def test_a_grant_on_its_way_is_waited_for():
         assert second.expected_turn == 1
         assert 0 < second.wait.ToMilliseconds() < 5000
         assert kvturn(rig.prefill.turns[1])["turn"] == 2
+
+
+async def test_no_grant_is_waited_for_where_none_can_come():
+    """Engines without our connector, and turns that retain nothing, announce no grant."""
+    async with router(lease=FakeLease()) as rig:
+        await rig.post(turn_body(conversation_id="c1"))
+        await rig.post(turn_body(conversation_id="c1"))
+        rig.prefill.report = REPORT
+        await rig.post(turn_body(conversation_id="c2"), headers=[("X-Kvturn-Reuse", "off")])
+        await rig.post(turn_body(conversation_id="c2"))
+        assert [request.expected_turn for request in rig.lease.resolved] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("failure", ["500", "abort"])

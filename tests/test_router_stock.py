@@ -245,6 +245,15 @@ async def test_what_tokens_do_not_show_prevents_reuse(members):
         assert "remote_block_ids" not in transfer(rig.prefill.turns[1])
 
 
+async def test_a_truncated_prompt_is_never_reused():
+    """Both turns keep only the last tokens: /tokenize does not show what prefill will see."""
+    async with router("--stock-reuse") as rig:
+        stock(rig)
+        await rig.post(FIRST | {"truncate_prompt_tokens": 40})
+        answer = await rig.post(SECOND | {"truncate_prompt_tokens": 40})
+        assert answer.verdict == "prefix_mismatch"
+
+
 async def test_other_tenants_models_and_conversations_have_no_handle():
     """The same text elsewhere starts anew."""
     async with router("--stock-reuse") as rig:

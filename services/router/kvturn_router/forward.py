@@ -249,8 +249,12 @@ class _Turn:
             span = self._span.child("resolve")
             self._told = lease.turn_began(request.key)
             metadata = (("traceparent", span.traceparent),) if span.traceparent else ()
-            resolution = await lease.resolve(request.key, self._expected_turn, metadata)
-            span.end({"kvturn.lease_id": resolution.lease_id})
+            lease_id = ""
+            try:
+                resolution = await lease.resolve(request.key, self._expected_turn, metadata)
+                lease_id = resolution.lease_id
+            finally:
+                span.end({"kvturn.lease_id": lease_id})
             return resolution
         stock = self._forwarder.stock
         if stock is not None:
@@ -470,7 +474,13 @@ class _Turn:
             )
         if fault is None:
             forwarder = self._forwarder
-            self._retains = forwarder.lease is not None and self._request.reuse
+            # Prefill's report shows that our connector is there; a stock decode
+            # engine announces no grant that the next turn could wait for.
+            self._retains = (
+                forwarder.lease is not None
+                and self._request.reuse
+                and self._answer.report is not None
+            )
             if self._tap is not None and forwarder.stock is not None:
                 forwarder.stock.keep(self._request.key, self._tap, engine.url)
         return fault

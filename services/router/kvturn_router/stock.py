@@ -50,8 +50,6 @@ _MUST_EQUAL = (
     "reasoning_effort",
     "response_format",
     "tool_choice",
-    "truncate_prompt_tokens",
-    "truncation_side",
 )
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -134,8 +132,13 @@ def must_equal(request: TurnRequest) -> bytes:
     return digest.digest()
 
 
-def is_text(request: TurnRequest) -> bool:
-    """Tells whether the prompt is text alone."""
+def shows_tokens(request: TurnRequest) -> bool:
+    """Tells whether the prompt's tokens, as /tokenize gives them, say all about its KV.
+
+    That is so for text that is not truncated.
+    """
+    if kind(request.members.get("truncate_prompt_tokens", b"null")) != "null":
+        return False
     if request.path != CHAT:
         return "prompt_embeds" not in request.members
     try:

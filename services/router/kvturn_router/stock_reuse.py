@@ -16,9 +16,9 @@ from kvturn_router.stock import (
     HandleBook,
     StockTap,
     begins_with,
-    is_text,
     known_prompt_ids,
     must_equal,
+    shows_tokens,
     tokenize_members,
     tokens_of,
     transfer_of,
@@ -45,7 +45,7 @@ class StockReuse:
         taken = self._handles.take(request.key, self._clock_ns())
         if not isinstance(taken, Handle):
             return Verdict.FIRST_TURN if first and taken is Verdict.NO_LEASE else taken
-        if taken.same != must_equal(request) or not is_text(request):
+        if taken.same != must_equal(request) or not shows_tokens(request):
             return Verdict.PREFIX_MISMATCH
         return taken
 
