@@ -230,6 +230,7 @@ def test_an_engine_s_command_line_loads_our_connector_on_loopback() -> None:
             "kvturn_lease_endpoint": "127.0.0.1:7600",
             "kvturn_engine_name": "decode-0",
             "kvturn_http_address": "http://127.0.0.1:8200",
+            "kvturn_nixl_progress_delay_us": 1000,
             "kvturn_otlp_endpoint": "http://127.0.0.1:4317",
         },
     }

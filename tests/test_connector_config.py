@@ -55,6 +55,7 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
             "kvturn_retentions_max": 7,
             "kvturn_secret_file": str(secret_file),
             "kvturn_otlp_endpoint": "http://127.0.0.1:4317",
+            "kvturn_nixl_progress_delay_us": 1000,
             "backends": ["UCX"],
         }
     )
@@ -69,6 +70,7 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
         retentions_max=7,
         secret=b"0123456789abcdef",
         otlp_endpoint="http://127.0.0.1:4317",
+        nixl_progress_delay_us=1000,
     )
 
 

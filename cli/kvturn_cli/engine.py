@@ -90,6 +90,8 @@ def connector_json(engine: EngineConfig, port: int, settings: EngineSettings) ->
     if settings.connector.module:
         extra["kvturn_engine_name"] = engine.name
         extra["kvturn_http_address"] = f"http://127.0.0.1:{port}"
+        # The engines share this machine's cores: their idle NIXL threads must not spin on them.
+        extra["kvturn_nixl_progress_delay_us"] = 1000
         if settings.lease_endpoint:
             extra["kvturn_lease_endpoint"] = settings.lease_endpoint
         if settings.otlp_endpoint:

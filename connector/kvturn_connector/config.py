@@ -52,6 +52,11 @@ class ConnectorConfig:
     otlp_endpoint: str
     """`kvturn_otlp_endpoint`: OTLP/gRPC collector for the connector's spans, used when vLLM itself
     has no tracer provider. Empty: no spans of its own."""
+    nixl_progress_delay_us: int
+    """`kvturn_nixl_progress_delay_us` (default 0): how long NIXL's progress thread sleeps between
+    looks when no event wakes it. At 0, NIXL's own setting, the thread of every worker spins on a
+    core for as long as the engine lives; above 0, events still wake it at once. Set it (1000)
+    where engines share cores."""
 
     @property
     def active(self) -> bool:
@@ -73,6 +78,7 @@ class ConnectorConfig:
             "kvturn_retentions_max",
             "kvturn_secret_file",
             "kvturn_otlp_endpoint",
+            "kvturn_nixl_progress_delay_us",
         }
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
@@ -90,6 +96,7 @@ class ConnectorConfig:
             retentions_max=_count(extra, "kvturn_retentions_max", 4096, 1, 1_000_000),
             secret=_secret(_text(extra, "kvturn_secret_file")),
             otlp_endpoint=_url(extra, "kvturn_otlp_endpoint"),
+            nixl_progress_delay_us=_count(extra, "kvturn_nixl_progress_delay_us", 0, 0, 1_000_000),
         )
 
 

@@ -24,7 +24,7 @@ from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
-from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata
+from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata, nixl_progress_delay
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -60,7 +60,8 @@ class KvturnConnector(NixlPullConnector):
         config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config)
         self._client: LeaseClient | None = None
         if not config.active:
-            super().__init__(vllm_config, role, kv_cache_config)
+            with nixl_progress_delay(config.nixl_progress_delay_us):
+                super().__init__(vllm_config, role, kv_cache_config)
             return
         _check(transfer)
         _name_incarnation(vllm_config)
@@ -69,7 +70,8 @@ class KvturnConnector(NixlPullConnector):
         if role == KVConnectorRole.SCHEDULER:
             self.connector_scheduler = self._scheduler(vllm_config, config, kv_cache_config)
         else:
-            self.connector_worker = KvturnWorker(vllm_config, self.engine_id, kv_cache_config)
+            with nixl_progress_delay(config.nixl_progress_delay_us):
+                self.connector_worker = KvturnWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         """Hands decode the pool whose blocks it holds."""

@@ -8,6 +8,8 @@ notices, which name the lease and never a request.
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
+from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
 from kvturn.v1 import lease_pb2
 from kvturn_connector.lease_client import boottime_ns
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -40,6 +45,37 @@ def notice_name(lease_id: str) -> str:
 def boot_id() -> str:
     """Names this boot of this machine: CLOCK_BOOTTIME can be compared only within one."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+@contextlib.contextmanager
+def nixl_progress_delay(delay_us: int) -> Iterator[None]:
+    """Lets NIXL agents that are made inside have a progress thread that sleeps.
+
+    NIXL's Python API sets the delay to 0 (nixl 1.5.1, `_api.py`), with which the thread polls
+    without a pause. The setting has no other way in than the class of the configuration.
+    """
+    bindings = getattr(sys.modules.get(getattr(NixlWrapper, "__module__", "")), "nixlBind", None)
+    if not delay_us or bindings is None:
+        yield
+        return
+    stock: Any = bindings.nixlAgentConfig
+
+    class PatientConfig(stock):
+        """NIXL's configuration with a delay that its user cannot take away."""
+
+        @property
+        def pthrDelay(self) -> int:
+            return int(stock.pthrDelay.__get__(self))
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: int) -> None:
+            stock.pthrDelay.__set__(self, delay_us)
+
+    bindings.nixlAgentConfig = PatientConfig
+    try:
+        yield
+    finally:
+        bindings.nixlAgentConfig = stock
 
 
 @dataclass(frozen=True, slots=True)
