@@ -19,17 +19,17 @@ A *lease* (lease.py) goes ACTIVE -> READING -> ENDING -> gone, or ACTIVE -> ENDI
   gone     `Release` was sent: only once no longer granted, no reader remains (`end_read`, or
            K*R after the grant) and no inherit wait runs. Then the engine may reuse the blocks.
 
-Rule 1, trust: a session is trusted until TTL after the lessor *sent* the last message that the
-engine echoed. The deadline is looked at before a message is applied; past it the session is
-dead for ever. A session that has echoed nothing yet grants nothing.
+Trust (lease rules 4 and 5): a session is trusted until TTL after the lessor *sent* the last
+message that the engine echoed. The deadline is looked at before a message is applied; past it
+the session is dead for ever. A session that has echoed nothing yet grants nothing.
 
-Rule 2, inherit wait: a lease that a Register brings and this term did not grant may be being
+Inherit wait (rule 7): a lease that a Register brings and this term did not grant may be being
 read under a grant of an earlier term. Such a grant was given while that term trusted the
 engine, at most TTL after the engine last vouched, and its read ends R after. So for
 K*(TTL + R) - quiet after the Register the lease is neither granted nor confirmed as released.
 If the engine's previous session was with this same term, nothing is unknown and nothing waits.
 
-Rule 3, once: a lease is granted to one reader, ever. What an engine's next session brings again
+Once (rule 6): a lease is granted to one reader, ever. What an engine's next session brings again
 is found by (incarnation, retention number) and stays begun, ended, or waiting as it was. For
 that the leases of an engine that went away are kept for a while (`away_memory_ns`).
 

@@ -22,7 +22,6 @@ from kvturn_lease.errors import (
     InvalidArgument,
     LeaseServiceError,
     RegisterLate,
-    SessionFenced,
     ShuttingDown,
 )
 from kvturn_lease.session_stream import SessionStream
@@ -228,7 +227,6 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def _end_session(self, session_id: SessionId, stream: SessionStream) -> None:
         if self._streams.get(session_id) is stream:
             del self._streams[session_id]
-        stream.end(SessionFenced())
         with self._now() as now_ns:
             self._lessor.close_session(session_id, now_ns)
 
