@@ -544,7 +544,7 @@ BAD_QUESTIONS: list[tuple[str, Any, str]] = [
     ("TouchConversation", lease_pb2.TouchConversationRequest(), "conversation.model"),
     (
         "TouchConversation",
-        lease_pb2.TouchConversationRequest(conversation=KEY, turns_in_flight_delta=2),
+        lease_pb2.TouchConversationRequest(conversation=KEY, turns_in_flight_delta=1_000_001),
         "turns_in_flight_delta",
     ),
     (

@@ -842,6 +842,30 @@ def test_turns_in_flight_never_fall_below_zero(bench: Bench, decode: Decode) -> 
     assert decode.releases() == []
 
 
+def test_turns_may_be_reported_several_at_once(bench: Bench, decode: Decode) -> None:
+    bench.touch(3)
+    bench.touch(-2)
+    decode.grant(1)
+    bench.wait(100 * S, decode)
+    assert decode.releases() == []
+    bench.touch(-1)
+    bench.wait(60 * S, decode)
+    assert decode.releases() == [(1, ReleaseReason.IDLE)]
+
+
+def test_the_turns_of_a_router_that_died_do_not_count_for_ever(
+    bench: Bench, decode: Decode
+) -> None:
+    """Their ends are never reported; after the longest hold in silence they are forgotten."""
+    bench.touch(1)
+    bench.wait(60 * S + 480 * S, decode)
+    bench.touch(1)
+    decode.grant(1)
+    bench.touch(-1)
+    bench.wait(60 * S, decode)
+    assert decode.releases() == [(1, ReleaseReason.IDLE)]
+
+
 def test_a_declared_absence_lasts_as_long_as_declared(bench: Bench, decode: Decode) -> None:
     """Longer than the idle time or shorter; the newest declaration counts."""
     decode.grant(1)

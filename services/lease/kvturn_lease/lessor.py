@@ -398,6 +398,7 @@ class Lessor:
         conversation = self._conversation(key)
         if conversation.lease is not None:
             self._settle(conversation.lease, now_ns)
+        self._forget_lost_turns(conversation, now_ns)
         conversation.closed = False
         conversation.alive_until_ns = now_ns + self.config.idle_ns  # a declared absence is over
         lease = conversation.lease
@@ -420,11 +421,12 @@ class Lessor:
         )
 
     def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
-        """Notes a sign of life, and that a turn began (+1) or ended (-1)."""
+        """Notes a sign of life, and that so many more turns began than ended."""
         self._advance(now_ns)
         conversation = self._conversation(key)
         if conversation.lease is not None:
             self._settle(conversation.lease, now_ns)
+        self._forget_lost_turns(conversation, now_ns)
         count = conversation.turns_in_flight + turns_in_flight_delta
         conversation.turns_in_flight = min(max(count, 0), TURNS_IN_FLIGHT_MAX)
         if turns_in_flight_delta > 0:
@@ -903,6 +905,11 @@ class Lessor:
         conversation.alive_until_ns = max(conversation.alive_until_ns, now_ns + self.config.idle_ns)
         if conversation.lease is not None:
             self._arm_lease(conversation.lease)
+
+    def _forget_lost_turns(self, conversation: Conversation, now_ns: int) -> None:
+        """A router that died never reports the end of its turns; silence does it for it."""
+        if now_ns >= conversation.alive_until_ns + self.config.max_hold_ns:
+            conversation.turns_in_flight = 0
 
     def _record_conversation(self, conversation: Conversation, reason: ReleaseReason) -> None:
         record = ConversationRecord(conversation.engine_id, reason)

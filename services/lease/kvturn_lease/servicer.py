@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from kvturn_lease.lessor import Lessor
     from kvturn_lease.session import SessionId
     from kvturn_lease.store import Change, Store
+    from kvturn_lease.verdict import Verdict
 
 _SECOND_NS = 1_000_000_000
 _RETENTIONS_PER_STEP = 256
@@ -250,7 +251,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             {
                 **_naming(key),
                 "kvturn.lease_id": response.lease_id,
-                "kvturn.verdict": resolution.verdict.name.lower(),
+                "kvturn.verdict": _verdict_name(resolution.verdict),
                 "kvturn.decode.engine": resolution.engine_id,
             }
         )
@@ -273,7 +274,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                 **_naming(key),
                 "kvturn.lease_id": request.lease_id,
                 "kvturn.granted": not answer.verdict,
-                "kvturn.verdict": answer.verdict.name.lower(),
+                "kvturn.verdict": _verdict_name(answer.verdict),
                 "kvturn.prefill.engine": reader,
             }
         )
@@ -470,3 +471,8 @@ def _annotate(attributes: dict[str, str | int | float | bool]) -> None:
 
 def _naming(key: ConversationKey) -> dict[str, str | int | float | bool]:
     return {"gen_ai.conversation.id": key.conversation_id, "gen_ai.request.model": key.model}
+
+
+def _verdict_name(verdict: Verdict) -> str:
+    """Returns the verdict as spans show it; empty when there is a lease to read."""
+    return verdict.name.lower() if verdict else ""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.duration_pb2 import Duration
 
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_lease.conversation import ConversationKey
+from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
 from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
 from kvturn_lease.errors import InvalidArgument
 from kvturn_lease.lease import LeaseId, Retention
@@ -264,7 +264,8 @@ def reader_engine_id(request: lease_pb2.BeginReadRequest) -> str:
 def turns_delta(request: lease_pb2.TouchConversationRequest) -> int:
     """Reads the change to the turns in flight. Raises InvalidArgument."""
     delta = request.turns_in_flight_delta
-    _check(delta in (-1, 0, 1), "turns_in_flight_delta", "must be -1, 0 or 1")
+    most = TURNS_IN_FLIGHT_MAX  # more than one: a router may report several turns at once
+    _check(-most <= delta <= most, "turns_in_flight_delta", f"must be -{most} to {most}")
     return delta
 
 
