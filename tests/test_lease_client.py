@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
+import queue
 import socket
 import threading
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import pytest
@@ -19,7 +21,7 @@ from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import Callable, Iterator
 
     from kvturn_connector.reader import Answer
 
@@ -30,26 +32,29 @@ TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 PRESSURE = common_pb2.RELEASE_REASON_PRESSURE
 
 
+T = TypeVar("T")
+
+
 class Stream:
     """The server's end of one engine session."""
 
     def __init__(self) -> None:
-        self.received: asyncio.Queue[lease_pb2.EngineSessionRequest] = asyncio.Queue()
-        self.to_send: asyncio.Queue[lease_pb2.EngineSessionResponse | None] = asyncio.Queue()
+        self.received: queue.Queue[lease_pb2.EngineSessionRequest] = queue.Queue()
+        self.to_send: queue.Queue[lease_pb2.EngineSessionResponse | None] = queue.Queue()
         self.sequence = 0
         self.number = 0
 
-    async def next(self, kind: str) -> lease_pb2.EngineSessionRequest:
+    def next(self, kind: str) -> lease_pb2.EngineSessionRequest:
         """The next message of a kind, passing over heartbeats."""
         while True:
-            request = await self.received.get()
+            request = take(self.received)
             if request.WhichOneof("message") == kind:
                 return request
             assert request.WhichOneof("message") == "heartbeat"
 
     def send(self, **message: object) -> None:
         self.sequence += 1
-        self.to_send.put_nowait(
+        self.to_send.put(
             lease_pb2.EngineSessionResponse(
                 term=7,
                 sequence=self.sequence,
@@ -66,81 +71,86 @@ class Stream:
         self.send(registered=answer)
 
     def end(self) -> None:
-        self.to_send.put_nowait(None)
+        self.to_send.put(None)
 
 
 class Service(lease_pb2_grpc.LeaseServiceServicer):
-    """A lease service without a mind of its own."""
+    """A lease service without a mind of its own.
+
+    On threads, not on an event loop: grpc.aio shares one queue among all event loops of a process,
+    and the connector's thread has one already.
+    """
 
     def __init__(self) -> None:
-        self.streams: asyncio.Queue[Stream] = asyncio.Queue()
-        self.questions: asyncio.Queue[tuple[lease_pb2.BeginReadRequest, dict[str, str]]]
-        self.questions = asyncio.Queue()
-        self.ends: asyncio.Queue[lease_pb2.EndReadRequest] = asyncio.Queue()
+        self.streams: queue.Queue[Stream] = queue.Queue()
+        self.questions: queue.Queue[tuple[lease_pb2.BeginReadRequest, dict[str, str]]]
+        self.questions = queue.Queue()
+        self.ends: queue.Queue[lease_pb2.EndReadRequest] = queue.Queue()
         self.answer: lease_pb2.BeginReadResponse | None = None
         """What BeginRead answers; None: never anything."""
         self.end_failures = 0
         """How many EndReads fail before one is taken."""
         self.port = 0
-        self._server: grpc.aio.Server
+        self._server: grpc.Server
 
-    async def start(self) -> None:
-        self._server = grpc.aio.server()
+    def start(self) -> None:
+        self._server = grpc.server(ThreadPoolExecutor(8))
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
-        await self._server.start()
+        self._server.start()
 
-    async def stop(self) -> None:
-        await self._server.stop(grace=None)
+    def stop(self) -> None:
+        self._server.stop(grace=None).wait(TIMEOUT_S)
 
-    async def stream(self) -> Stream:
-        """The next session's stream, once its Register is there."""
-        return await self.streams.get()
+    def stream(self) -> Stream:
+        """The next session's stream."""
+        return take(self.streams)
 
-    async def session(self) -> tuple[Stream, lease_pb2.RegisterEngine]:
+    def session(self) -> tuple[Stream, lease_pb2.RegisterEngine]:
         """The next session, registered; its first heartbeat is still in `received`."""
-        stream = await self.stream()
-        request = await stream.next("register")
+        stream = self.stream()
+        request = stream.next("register")
         stream.number = request.session_number
         stream.registered()
         return stream, request.register
 
-    async def EngineSession(
+    def EngineSession(
         self,
-        request_iterator: AsyncIterator[lease_pb2.EngineSessionRequest],
-        context: grpc.aio.ServicerContext,
-    ) -> AsyncIterator[lease_pb2.EngineSessionResponse]:
+        request_iterator: Iterator[lease_pb2.EngineSessionRequest],
+        context: grpc.ServicerContext,
+    ) -> Iterator[lease_pb2.EngineSessionResponse]:
         stream = Stream()
-        self.streams.put_nowait(stream)
+        context.add_callback(stream.end)
 
-        async def receive() -> None:
-            async for request in request_iterator:
-                stream.received.put_nowait(request)
+        def receive() -> None:
+            with contextlib.suppress(grpc.RpcError):
+                for request in request_iterator:
+                    stream.received.put(request)
 
-        receiving = asyncio.create_task(receive())
-        try:
-            while (response := await stream.to_send.get()) is not None:
-                yield response
-        finally:
-            receiving.cancel()
+        threading.Thread(target=receive, daemon=True).start()
+        self.streams.put(stream)
+        yield from iter(stream.to_send.get, None)
 
-    async def BeginRead(
-        self, request: lease_pb2.BeginReadRequest, context: grpc.aio.ServicerContext
+    def BeginRead(
+        self, request: lease_pb2.BeginReadRequest, context: grpc.ServicerContext
     ) -> lease_pb2.BeginReadResponse:
-        metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
-        self.questions.put_nowait((request, metadata))
+        over = threading.Event()
+        if not context.add_callback(over.set):
+            over.set()
+        metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
+        self.questions.put((request, metadata))
         if self.answer is None:
-            await asyncio.Event().wait()
-        assert self.answer is not None
+            over.wait()
+            return lease_pb2.BeginReadResponse()
         return self.answer
 
-    async def EndRead(
-        self, request: lease_pb2.EndReadRequest, context: grpc.aio.ServicerContext
+    def EndRead(
+        self, request: lease_pb2.EndReadRequest, context: grpc.ServicerContext
     ) -> lease_pb2.EndReadResponse:
-        self.ends.put_nowait(request)
+        self.ends.put(request)
         if self.end_failures:
             self.end_failures -= 1
-            await context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
+            context.abort(grpc.StatusCode.UNAVAILABLE, "not now")
         return lease_pb2.EndReadResponse()
 
 
@@ -179,36 +189,48 @@ def client_threads() -> list[str]:
     return [name for name in names if name.startswith("kvturn")]
 
 
-@asynccontextmanager
-async def running(
+@contextlib.contextmanager
+def running(
     port: int,
     clock: Callable[[], int] = boottime_ns,
     session: EngineSession | None = None,
     deadline_ms: float = 10_000.0,
-) -> AsyncIterator[LeaseClient]:
+) -> Iterator[LeaseClient]:
     """A client, shut down at the end; afterwards its thread is gone."""
     config = config_for(port, deadline_ms)
     client = LeaseClient(config, "engine-0", session or engine_session(), clock)
     try:
-        async with asyncio.timeout(TIMEOUT_S):
-            yield client
+        yield client
     finally:
-        await asyncio.to_thread(client.shutdown)
+        client.shutdown()
     assert client_threads() == []
 
 
 @pytest.fixture
-async def service() -> AsyncIterator[Service]:
+def service() -> Iterator[Service]:
     service = Service()
-    await service.start()
+    service.start()
     yield service
-    await service.stop()
+    service.stop()
 
 
-async def until(condition: Callable[[], bool]) -> None:
+@contextlib.contextmanager
+def silent_socket() -> Iterator[int]:
+    """A port whose owner is frozen: the kernel accepts connections, nobody answers."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield listening.getsockname()[1]
+
+
+def take(items: queue.Queue[T]) -> T:
+    return items.get(timeout=TIMEOUT_S)
+
+
+def until(condition: Callable[[], bool]) -> None:
     """Returns when something that other threads bring about has come true."""
-    while not condition():  # noqa: ASYNC110 - other threads cannot set an asyncio.Event
-        await asyncio.sleep(0.002)
+    limit_s = time.monotonic() + TIMEOUT_S
+    while not condition():
+        assert time.monotonic() < limit_s
+        time.sleep(0.002)
 
 
 def question(request_id: str = "r", prompt: list[int] | None = None) -> Question:
@@ -222,9 +244,9 @@ def question(request_id: str = "r", prompt: list[int] | None = None) -> Question
     )
 
 
-async def answer_to(client: LeaseClient) -> Answer | int:
+def answer_to(client: LeaseClient) -> Answer | int:
     answers: list[tuple[Question, Answer | int]] = []
-    await until(lambda: bool(answers.extend(client.take_answers()) or answers))
+    until(lambda: bool(answers.extend(client.take_answers()) or answers))
     ((_, answer),) = answers
     return answer
 
@@ -234,57 +256,56 @@ def retain(client: LeaseClient, number: int, tokens: list[int] | None = None) ->
     client.retain(number, common_pb2.Retention(token_count=len(tokens)), tokens, SCOPE, TRACEPARENT)
 
 
-async def freed_numbers(client: LeaseClient, count: int) -> list[int]:
+def freed_numbers(client: LeaseClient, count: int) -> list[int]:
     numbers: list[int] = []
 
     def enough() -> bool:
         numbers.extend(freed.number for freed in client.take_freed())
         return len(numbers) >= count
 
-    await until(enough)
+    until(enough)
     return numbers
 
 
-async def test_registers_and_heartbeats_at_once(service: Service) -> None:
+def test_registers_and_heartbeats_at_once(service: Service) -> None:
     """The first session of an engine."""
-    async with running(service.port) as client:
-        stream, register = await service.session()
+    with running(service.port) as client:
+        stream, register = service.session()
         assert register.engine.engine_id == "engine-0"
         assert len(register.inventory) == 0
-        heartbeat = (await stream.received.get()).heartbeat
+        heartbeat = take(stream.received).heartbeat
         assert (heartbeat.echo_term, heartbeat.echo_sequence) == (7, 1)
-        await until(lambda: client.registered)
+        until(lambda: client.registered)
 
 
-async def test_without_a_lease_service_retentions_run_out() -> None:
+def test_without_a_lease_service_retentions_run_out() -> None:
     """Nobody can be told, so nobody is; trying to connect vouches for nothing."""
     clock, engine = Clock(), engine_session()
-    with socket.create_server(("127.0.0.1", 0)) as never_answers:
-        async with running(never_answers.getsockname()[1], clock, engine) as client:
-            retain(client, 1)
-            await until(lambda: len(engine.retentions) == 1)
-            clock.ahead_ns += 30 * NS_PER_S
-            assert await freed_numbers(client, 1) == [1]
-            assert not client.registered
+    with silent_socket() as port, running(port, clock, engine) as client:
+        retain(client, 1)
+        until(lambda: len(engine.retentions) == 1)
+        clock.ahead_ns += 30 * NS_PER_S
+        assert freed_numbers(client, 1) == [1]
+        assert not client.registered
 
 
-async def test_lease_service_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
+def test_lease_service_that_comes_late_is_found(caplog: pytest.LogCaptureFixture) -> None:
     """Down at start: one line says so; what was retained meanwhile is offered when it is there.
 
     Number 1: failed attempts to connect opened no session, so they vouched for nothing.
     """
     service = Service()
-    await service.start()
-    await service.stop()
-    async with running(service.port) as client:
+    service.start()
+    service.stop()
+    with running(service.port) as client:
         retain(client, 1)
-        await until(lambda: "no session with the lease service" in caplog.text)
-        await service.start()
-        stream, register = await service.session()
+        until(lambda: "no session with the lease service" in caplog.text)
+        service.start()
+        stream, register = service.session()
         assert stream.number == 1
         assert [one.lease_id for one in register.inventory] == ["inc.1.1"]
-        await until(lambda: client.registered)
-    await service.stop()
+        until(lambda: client.registered)
+    service.stop()
 
 
 # --- BeginRead and EndRead -----------------------------------------------------------------------
@@ -309,27 +330,27 @@ def granted_response(tokens: list[int], **digests: object) -> lease_pb2.BeginRea
     return response
 
 
-async def test_question_carries_lease_conversation_and_trace(service: Service) -> None:
+def test_question_carries_lease_conversation_and_trace(service: Service) -> None:
     """And who asks; the trace crosses also when the connector makes no spans itself."""
     service.answer = granted_response([])
-    async with running(service.port) as client:
+    with running(service.port) as client:
         client.ask(question())
-        request, metadata = await service.questions.get()
+        request, metadata = take(service.questions)
         assert request == lease_pb2.BeginReadRequest(
             lease_id="inc.1.1",
             conversation=common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c"),
             reader_engine_id="engine-0",
         )
         assert metadata["traceparent"] == TRACEPARENT
-        await answer_to(client)
+        answer_to(client)
 
 
-async def test_grant_is_compared_with_the_prompt(service: Service) -> None:
+def test_grant_is_compared_with_the_prompt(service: Service) -> None:
     """The longest prefix of the prompt that the digests prove."""
     service.answer = granted_response([*range(80), 7, 7, 7])
-    async with running(service.port) as client:
+    with running(service.port) as client:
         client.ask(question(prompt=list(range(100))))
-        answer = await answer_to(client)
+        answer = answer_to(client)
         assert not isinstance(answer, int)
         assert answer.granted
         assert answer.common_tokens == 80
@@ -338,12 +359,12 @@ async def test_grant_is_compared_with_the_prompt(service: Service) -> None:
         assert answer.nixl == service.answer.nixl
 
 
-async def test_refusal_brings_its_verdict(service: Service) -> None:
+def test_refusal_brings_its_verdict(service: Service) -> None:
     """An answer, not an error."""
     service.answer = lease_pb2.BeginReadResponse(verdict=common_pb2.VERDICT_CONSUMED)
-    async with running(service.port) as client:
+    with running(service.port) as client:
         client.ask(question())
-        answer = await answer_to(client)
+        answer = answer_to(client)
         assert not isinstance(answer, int)
         assert (answer.granted, answer.verdict) == (False, common_pb2.VERDICT_CONSUMED)
 
@@ -356,14 +377,14 @@ async def test_refusal_brings_its_verdict(service: Service) -> None:
         ([-1] * 100, {}),
     ],
 )
-async def test_grant_that_cannot_be_compared_is_still_a_grant(
+def test_grant_that_cannot_be_compared_is_still_a_grant(
     service: Service, prompt: list[int], digests: dict[str, object]
 ) -> None:
     """It proves nothing, but the reader has to give it back, so it must hear of it."""
     service.answer = granted_response(list(range(100)), **digests)
-    async with running(service.port) as client:
+    with running(service.port) as client:
         client.ask(question(prompt=prompt))
-        answer = await answer_to(client)
+        answer = answer_to(client)
         assert not isinstance(answer, int)
         assert (answer.granted, answer.common_tokens) == (True, 0)
 
@@ -371,52 +392,52 @@ async def test_grant_that_cannot_be_compared_is_still_a_grant(
 # --- retentions ----------------------------------------------------------------------------------
 
 
-async def test_grant_brings_the_digests_of_the_tokens(service: Service) -> None:
+def test_grant_brings_the_digests_of_the_tokens(service: Service) -> None:
     """What another engine's BeginRead will be compared with."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         retain(client, 1, list(range(40)))
-        retention = (await stream.next("grant")).grant.retention
+        retention = stream.next("grant").grant.retention
         assert retention.lease_id == "inc.1.1"
         assert (retention.digests.stride_tokens, retention.digests.digest_bytes) == (16, 16)
         assert retention.digests.values == digest_values(list(range(40)), SCOPE, b"")
 
 
-async def test_release_and_refusal_free(service: Service) -> None:
+def test_release_and_refusal_free(service: Service) -> None:
     """The lease service has the say; the scheduler thread hears of it on its next pass."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         for number in (1, 2, 3):
             retain(client, number)
-            await stream.next("grant")
+            stream.next("grant")
         stream.send(release=lease_pb2.Release(lease_id="inc.1.1", reason=PRESSURE))
         stream.send(grant_refused=lease_pb2.GrantRefused(lease_id="inc.3.1"))
-        assert await freed_numbers(client, 2) == [1, 3]
+        assert freed_numbers(client, 2) == [1, 3]
         assert client.take_freed() == []
 
 
-async def test_notice_frees_and_is_told(service: Service) -> None:
+def test_notice_frees_and_is_told(service: Service) -> None:
     """All ranks have been told that the blocks were read."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         retain(client, 1)
-        await stream.next("grant")
+        stream.next("grant")
         client.notice("inc.1.1")
-        freed = (await stream.next("freed")).freed
+        freed = stream.next("freed").freed
         assert (freed.lease_id, freed.reason) == ("inc.1.1", common_pb2.RELEASE_REASON_CONSUMED)
-        assert await freed_numbers(client, 1) == [1]
+        assert freed_numbers(client, 1) == [1]
 
 
-async def test_retention_that_cannot_be_digested_goes_back(
+def test_retention_that_cannot_be_digested_goes_back(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Nobody would ever release it; the next one is offered as ever."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         retain(client, 1, [-1])
         retain(client, 2)
-        assert (await stream.next("grant")).grant.retention.lease_id == "inc.2.1"
-        assert await freed_numbers(client, 1) == [1]
+        assert stream.next("grant").grant.retention.lease_id == "inc.2.1"
+        assert freed_numbers(client, 1) == [1]
         assert "its blocks go back" in caplog.text
 
 
@@ -434,13 +455,13 @@ class Gate(list[int]):
         return super().__getitem__(index)
 
 
-async def test_scheduler_thread_is_never_kept_waiting(service: Service) -> None:
+def test_scheduler_thread_is_never_kept_waiting(service: Service) -> None:
     """Every call returns while the client's thread is stuck in the middle of something."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         gate = Gate(list(range(40)))
         retain(client, 1, gate)
-        await asyncio.to_thread(gate.reading.wait, TIMEOUT_S)
+        assert gate.reading.wait(TIMEOUT_S)
         client.ask(question())
         client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
         client.withdraw(1, PRESSURE)
@@ -448,26 +469,26 @@ async def test_scheduler_thread_is_never_kept_waiting(service: Service) -> None:
         assert (client.take_answers(), client.take_freed()) == ([], [])
         assert client.vouching
         gate.opened.set()
-        await stream.next("grant")
+        stream.next("grant")
 
 
-async def test_withdrawals_that_are_waiting_go_out_together(service: Service) -> None:
+def test_withdrawals_that_are_waiting_go_out_together(service: Service) -> None:
     """The scheduler thread gives up many at once: one heartbeat names them all."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         for number in range(1, 51):
             retain(client, number)
-            await stream.next("grant")
+            stream.next("grant")
         gate = Gate(list(range(40)))
         retain(client, 51, gate)
-        await asyncio.to_thread(gate.reading.wait, TIMEOUT_S)
+        assert gate.reading.wait(TIMEOUT_S)
         for number in range(1, 51):
             client.withdraw(number, PRESSURE)
         gate.opened.set()
-        await stream.next("grant")
+        stream.next("grant")
         named: list[list[str]] = [[]]
         while not named[-1]:
-            heartbeat = (await stream.received.get()).heartbeat
+            heartbeat = take(stream.received).heartbeat
             named.append([one.lease_id for one in heartbeat.withdrawn])
         assert named[-1] == [f"inc.{number}.1" for number in range(1, 51)]
 
@@ -475,55 +496,56 @@ async def test_withdrawals_that_are_waiting_go_out_together(service: Service) ->
 # --- what goes wrong -----------------------------------------------------------------------------
 
 
-async def test_registers_again_after_a_restart_on_the_same_port(service: Service) -> None:
+def test_registers_again_after_a_restart_on_the_same_port(service: Service) -> None:
     """A higher session number, and all that is held under its new names."""
-    async with running(service.port) as client:
-        stream, _ = await service.session()
+    with running(service.port) as client:
+        stream, _ = service.session()
         retain(client, 1)
-        await stream.next("grant")
-        await service.stop()
-        await until(lambda: not client.registered)
+        stream.next("grant")
+        until(lambda: client.registered)
+        service.stop()
+        until(lambda: not client.registered)
         retain(client, 2)
-        await service.start()
-        stream, register = await service.session()
+        service.start()
+        stream, register = service.session()
         assert stream.number == 2
         assert [one.lease_id for one in register.inventory] == ["inc.1.2", "inc.2.2"]
         assert register.previous_term == 7
-        await until(lambda: client.registered)
+        until(lambda: client.registered)
 
 
 @pytest.mark.parametrize("broken_by", ["end", "gap", "refusal"])
-async def test_registers_again_when_a_session_ends(service: Service, broken_by: str) -> None:
+def test_registers_again_when_a_session_ends(service: Service, broken_by: str) -> None:
     """Ended by the lease service, by a message that got lost, or by an answer without sense."""
-    async with running(service.port) as client:
-        stream = await service.stream()
-        stream.number = (await stream.next("register")).session_number
+    with running(service.port) as client:
+        stream = service.stream()
+        stream.number = stream.next("register").session_number
         if broken_by == "refusal":
             stream.send(registered=lease_pb2.Registered())
         else:
             stream.registered()
-            await until(lambda: client.registered)
+            until(lambda: client.registered)
             stream.sequence += broken_by == "gap"
             stream.send(heartbeat_ack=lease_pb2.HeartbeatAck())
             if broken_by == "end":
                 stream.end()
-        stream, _ = await service.session()
+        stream, _ = service.session()
         assert stream.number == 2
-        await until(lambda: client.registered)
+        until(lambda: client.registered)
 
 
-async def test_frozen_lease_service_is_left_after_a_ttl(service: Service) -> None:
+def test_frozen_lease_service_is_left_after_a_ttl(service: Service) -> None:
     """The stream stands, the heartbeats go out, and nothing comes back."""
     clock = Clock()
-    async with running(service.port, clock) as client:
-        await service.session()
-        await until(lambda: client.registered)
+    with running(service.port, clock) as client:
+        service.session()
+        until(lambda: client.registered)
         clock.ahead_ns += 5 * NS_PER_S
-        stream, _ = await service.session()
+        stream, _ = service.session()
         assert stream.number == 2
 
 
-async def test_session_that_fails_inside_is_followed_by_another(
+def test_session_that_fails_inside_is_followed_by_another(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """An error of the connector itself costs one session, not reuse for ever."""
@@ -534,15 +556,15 @@ async def test_session_that_fails_inside_is_followed_by_another(
             raise failures.pop()
         return lease_pb2.KvMemory()
 
-    async with running(service.port, session=engine_session(memory)) as client:
-        await service.session()
-        stream, _ = await service.session()
+    with running(service.port, session=engine_session(memory)) as client:
+        service.session()
+        stream, _ = service.session()
         assert stream.number == 2
-        await until(lambda: client.registered)
+        until(lambda: client.registered)
         assert "planted" in caplog.text
 
 
-async def test_thread_that_ends_vouches_no_more(
+def test_thread_that_ends_vouches_no_more(
     service: Service, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Decode frees all by itself, but not before every reader is done."""
@@ -554,14 +576,14 @@ async def test_thread_that_ends_vouches_no_more(
         return lease_pb2.KvMemory()
 
     engine = engine_session(memory)
-    async with running(service.port, clock, engine) as client:
-        stream, _ = await service.session()
+    with running(service.port, clock, engine) as client:
+        stream, _ = service.session()
         retain(client, 1)
-        await stream.next("grant")
-        await until(lambda: client.registered)
+        stream.next("grant")
+        until(lambda: client.registered)
         failing.set()
         clock.ahead_ns += NS_PER_S
-        await until(lambda: not client_threads())
+        until(lambda: not client_threads())
         assert "the lease client ended" in caplog.text
         assert not client.registered
         assert client.take_freed() == []
@@ -572,47 +594,46 @@ async def test_thread_that_ends_vouches_no_more(
         assert not client.vouching
 
 
-async def test_question_that_is_never_answered_ends_at_its_deadline(service: Service) -> None:
+def test_question_that_is_never_answered_ends_at_its_deadline(service: Service) -> None:
     """The reader computes; it does not know whether the lease was granted."""
-    async with running(service.port, deadline_ms=20) as client:
+    with running(service.port, deadline_ms=20) as client:
         client.ask(question())
-        assert await answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+        assert answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
         assert service.questions.qsize() == 1
 
 
-async def test_question_without_a_lease_service_fails() -> None:
-    """Nobody listens at all, or somebody who never says a word."""
-    with socket.create_server(("127.0.0.1", 0)) as never_answers:
-        async with running(never_answers.getsockname()[1], deadline_ms=20) as client:
-            client.ask(question())
-            assert await answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+def test_question_without_a_lease_service_fails() -> None:
+    """Somebody accepts the connection and never says a word."""
+    with silent_socket() as port, running(port, deadline_ms=20) as client:
+        client.ask(question())
+        assert answer_to(client) == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
 
 
-async def test_end_of_a_read_is_told_until_it_is_heard(service: Service) -> None:
+def test_end_of_a_read_is_told_until_it_is_heard(service: Service) -> None:
     """A restart of the lease service in between costs a second, not the whole K*R."""
     service.end_failures = 2
     end = lease_pb2.EndReadRequest(lease_id="inc.1.1", outcome=lease_pb2.READ_OUTCOME_COMPLETED)
-    async with running(service.port) as client:
+    with running(service.port) as client:
         client.end_read(end, TRACEPARENT, 10**18)
         for _ in range(3):
-            assert await service.ends.get() == end
+            assert take(service.ends) == end
 
 
 @pytest.mark.parametrize("frozen", ["stream", "socket", "nobody"])
-async def test_shutdown_does_not_wait_for_a_frozen_lease_service(
-    service: Service, frozen: str
-) -> None:
+def test_shutdown_does_not_wait_for_a_frozen_lease_service(service: Service, frozen: str) -> None:
     """`running` checks that the thread is gone; calls after it are harmless."""
-    with socket.create_server(("127.0.0.1", 0)) as never_answers:
-        port = service.port if frozen == "stream" else never_answers.getsockname()[1]
-        if frozen == "nobody":
-            never_answers.close()
-        async with running(port, deadline_ms=10_000) as client:
+    with silent_socket() as port:
+        if frozen == "stream":
+            port = service.port
+        elif frozen == "nobody":
+            service.stop()
+            port = service.port
+        with running(port) as client:
             client.ask(question())
             client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
             if frozen == "stream":
-                await service.stream()
-                await service.questions.get()
+                service.stream()
+                take(service.questions)
         client.shutdown()
         client.take_answers()
         client.ask(question())
