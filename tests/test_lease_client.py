@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_connector import telemetry
 from kvturn_connector.config import NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import Scope, digest_values
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
@@ -640,3 +641,30 @@ def test_shutdown_does_not_wait_for_a_frozen_lease_service(service: Service, fro
         retain(client, 1)
         assert client.take_answers() == []
         assert not client.registered
+
+
+# --- spans ---------------------------------------------------------------------------------------
+
+
+def test_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More spans than one batch, and a collector that accepts the connection and says nothing."""
+    monkeypatch.setattr(telemetry, "SHUTDOWN_TIMEOUT_MS", 20)
+    with silent_socket() as port:
+        spans = telemetry.Telemetry(f"http://127.0.0.1:{port}", "engine-0")
+        for _ in range(600):
+            spans.span("grant", TRACEPARENT, time.time_ns(), {}).end()
+        spans.shutdown()
+        assert client_threads() == ["kvturn-span-flush"], "it went on by itself"
+    until(lambda: client_threads() == [])
+
+
+def test_span_belongs_to_the_turn_and_is_passed_on() -> None:
+    """Same trace, a span of its own; what is no trace context starts none of the turn's."""
+    spans = telemetry.Telemetry("http://127.0.0.1:1", "engine-0")
+    span = spans.span("begin_read", TRACEPARENT, time.time_ns(), {"kvturn.lease_id": "x"})
+    (traceparent,) = (value for key, value in telemetry.metadata_of(span) if key == "traceparent")
+    assert traceparent.split("-")[1] == TRACEPARENT.split("-")[1]
+    assert traceparent.split("-")[2] != TRACEPARENT.split("-")[2]
+    other = spans.span("begin_read", "nonsense", time.time_ns(), {})
+    assert TRACEPARENT.split("-")[1] not in str(telemetry.metadata_of(other))
+    spans.shutdown()

@@ -197,7 +197,7 @@ class LeaseClient:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             await channel.close(grace=0.2)
-            await asyncio.to_thread(self._telemetry.shutdown)
+            self._telemetry.shutdown()
 
     async def _sessions(self) -> None:
         """One session after the other, for as long as the engine lives."""

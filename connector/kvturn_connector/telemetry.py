@@ -6,6 +6,7 @@ Spans carry ids, counts and times; never prompt text, digests or block lists.
 from __future__ import annotations
 
 import logging
+import threading
 from typing import TYPE_CHECKING
 
 from opentelemetry import trace
@@ -35,27 +36,27 @@ class Telemetry:
         if isinstance(existing, TracerProvider):
             self._tracer: Tracer = existing.get_tracer("kvturn_connector")
             return
-        provider = TracerProvider(
+        if not otlp_endpoint:
+            self._tracer = trace.NoOpTracer()
+            return
+        from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+
+        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
+        exporter = OTLPSpanExporter(
+            endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https"), timeout=2
+        )
+        provider = self._own_provider = TracerProvider(
             resource=Resource.create(
                 {"service.name": "kvturn-connector", "service.instance.id": engine_id}
+            ),
+            shutdown_on_exit=False,  # It would wait for the collector; `shutdown` has a limit.
+        )
+        provider.add_span_processor(
+            BatchSpanProcessor(
+                exporter, schedule_delay_millis=500, export_timeout_millis=EXPORT_TIMEOUT_MS
             )
         )
-        if otlp_endpoint:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-
-            logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
-            exporter = OTLPSpanExporter(
-                endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https"), timeout=2
-            )
-            provider.add_span_processor(
-                BatchSpanProcessor(
-                    exporter, schedule_delay_millis=500, export_timeout_millis=EXPORT_TIMEOUT_MS
-                )
-            )
-            self._own_provider = provider
-            self._tracer = provider.get_tracer("kvturn_connector")
-        else:
-            self._tracer = trace.NoOpTracer()
+        self._tracer = provider.get_tracer("kvturn_connector")
 
     def span(
         self,
@@ -74,9 +75,14 @@ class Telemetry:
 
     def shutdown(self) -> None:
         """Flushes within `SHUTDOWN_TIMEOUT_MS`; a collector that is down costs no more."""
-        if self._own_provider is not None:
-            self._own_provider.force_flush(SHUTDOWN_TIMEOUT_MS)
-            self._own_provider.shutdown()
+        if self._own_provider is None:
+            return
+        # The SDK has no such limit: each batch may take the exporter's timeout.
+        flush = threading.Thread(
+            target=self._own_provider.shutdown, name="kvturn-span-flush", daemon=True
+        )
+        flush.start()
+        flush.join(SHUTDOWN_TIMEOUT_MS / 1000)
 
 
 def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
