@@ -19,7 +19,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import (
+    SimpleSpanProcessor,
+    SpanExporter,
+    SpanExportResult,
+)
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -31,7 +35,7 @@ from kvturn_lease.server import LeaseServer, ListenError
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import Telemetry, make_telemetry
+from kvturn_lease.telemetry import OutageExporter, Telemetry, make_telemetry
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict
 
 if TYPE_CHECKING:
@@ -897,6 +901,26 @@ async def test_heartbeats_health_and_malformed_parents_make_no_trouble(
     assert all(span.parent is None for span in finished)
 
 
+class Collector(SpanExporter):
+    """A collector that is up or down."""
+
+    def __init__(self) -> None:
+        self.up = True
+
+    def export(self, spans: object) -> SpanExportResult:
+        return SpanExportResult.SUCCESS if self.up else SpanExportResult.FAILURE
+
+
+def test_an_outage_of_the_collector_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    collector = Collector()
+    exporter = OutageExporter(collector, "http://collector")
+    for up in (True, False, False, False, True, False, False):
+        collector.up = up
+        exporter.export([])
+    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert len(warnings) == 2
+
+
 # ---- starting and stopping -------------------------------------------------------------------
 
 
@@ -968,6 +992,7 @@ async def test_the_process_stops_at_once_with_open_streams(
     assert code == grpc.StatusCode.UNAVAILABLE
     assert process.returncode == 0
     assert b"Traceback" not in errors
+    assert b"opentelemetry" not in errors
 
 
 def test_a_port_in_use_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, Status, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan
+
+logger = logging.getLogger("kvturn.lease")
 
 SERVICE_NAME = "kvturn-lease"
 _METHODS = "/kvturn.v1.LeaseService/"
@@ -64,6 +69,34 @@ class Telemetry:
             return
 
 
+class OutageExporter(SpanExporter):
+    """Exports through another exporter, and logs one line per outage instead of one per batch."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Exports a batch of spans, which is dropped if that fails."""
+        result = self._exporter.export(spans)
+        failing = result != SpanExportResult.SUCCESS
+        if failing and not self._failing:
+            logger.warning("traces cannot be sent to %s; they are dropped", self._endpoint)
+        elif self._failing and not failing:
+            logger.info("traces are sent to %s again", self._endpoint)
+        self._failing = failing
+        return result
+
+    def shutdown(self) -> None:
+        """Ends the other exporter."""
+        self._exporter.shutdown()
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        """Flushes the other exporter."""
+        return self._exporter.force_flush(timeout_millis)
+
+
 def make_telemetry(otlp_endpoint: str) -> Telemetry:
     """Returns telemetry that exports to an OTLP gRPC endpoint, or nowhere if it is empty."""
     if not otlp_endpoint:
@@ -76,7 +109,9 @@ def make_telemetry(otlp_endpoint: str) -> Telemetry:
         insecure=otlp_endpoint.startswith("http://"),
         timeout=_EXPORT_TIMEOUT_S,
     )
-    provider.add_span_processor(BatchSpanProcessor(exporter, max_queue_size=_SPANS_QUEUED_MAX))
+    logging.getLogger(OTLPSpanExporter.__module__.rpartition(".")[0]).setLevel(logging.CRITICAL)
+    quiet = OutageExporter(exporter, otlp_endpoint)
+    provider.add_span_processor(BatchSpanProcessor(quiet, max_queue_size=_SPANS_QUEUED_MAX))
     return Telemetry(provider.get_tracer(SERVICE_NAME), provider)
 
 
