@@ -79,7 +79,10 @@ class Bench:
     def wait(self, span_ns: int, *beating: Decode) -> None:
         """Lets time pass; the lessor is woken when it asked to be, `beating` engines beat."""
         end = self.now + span_ns
+        wakes = 0
         while True:
+            wakes += 1
+            assert wakes < 100_000, "the lessor asks to be woken without end"
             stops = [end] + [engine.beat_ns + S for engine in beating]
             due = self.lessor.next_deadline_ns()
             if due is not None:
