@@ -46,7 +46,8 @@ logger = logging.getLogger("vllm.kvturn")
 T = TypeVar("T")
 
 RECONNECT_MIN_S = 0.1
-RECONNECT_MAX_S = 1.0
+RECONNECT_MAX_S = 0.5
+"""With the channel's own pause (1.2 s), a lease service that is back is found in two heartbeats."""
 OPEN_TIMEOUT_S = 2.0
 END_READ_TIMEOUT_S = 1.0
 END_READ_ATTEMPTS = 3
@@ -401,12 +402,12 @@ class LeaseClient:
             metadata = metadata_of(span)
             span.end(read_start_ns + end.read_time.ToNanoseconds())
         for attempt in range(END_READ_ATTEMPTS):
-            try:
+            if attempt:
+                await asyncio.sleep(RECONNECT_MIN_S * 2**attempt)
+            # Not told in the end: the lease service ends the read by itself at K*R.
+            with contextlib.suppress(grpc.aio.AioRpcError):
                 await self._stub.EndRead(end, timeout=END_READ_TIMEOUT_S, metadata=metadata)
                 return
-            except grpc.aio.AioRpcError:
-                # Not told: the lease service ends the read by itself at K*R.
-                await asyncio.sleep(RECONNECT_MIN_S * 2**attempt)
 
     # --- crossing over ------------------------------------------------------------------------
 
