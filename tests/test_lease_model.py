@@ -490,7 +490,7 @@ class LessorMachine(RuleBasedStateMachine):
 
 TestLessorModel = LessorMachine.TestCase
 TestLessorModel.settings = settings(
-    max_examples=150,
+    max_examples=100,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=list(HealthCheck),
