@@ -636,3 +636,12 @@ def test_retention_beyond_the_limit_is_not_offered() -> None:
     assert kinds(retain(engine, 1, START_NS)) == ["grant"]
     assert retain(engine, 2, START_NS) == []
     assert freed(engine) == [2]
+
+
+def test_withdrawal_gives_a_reason_that_the_contract_knows() -> None:
+    """A cache reset withdraws all; the lease service would end the session over its reason."""
+    engine = make()
+    begin(engine, START_NS)
+    retain(engine, 1, START_NS)
+    lost = common_pb2.RELEASE_REASON_ENGINE_LOST
+    assert withdrawn_in(engine.withdraw(1, lost, START_NS + 1)) == [("inc.1.1", PRESSURE)]

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
 DEFAULT_SESSION_TTL_NS = 5 * NS_PER_S
 DEFAULT_LONGEST_READ_NS = 3 * NS_PER_S
 DEFAULT_HEARTBEAT_INTERVAL_NS = NS_PER_S
+WITHDRAW_REASONS = (
+    common_pb2.RELEASE_REASON_PRESSURE,
+    common_pb2.RELEASE_REASON_EXPIRED,
+    common_pb2.RELEASE_REASON_SUPERSEDED,
+)
+"""Reasons that a heartbeat may give; any other ends the session, and with it the withdrawal."""
 EXPIRE_INTERVAL_NS = NS_PER_S // 4
 """How often holds are checked while there is no session to heartbeat."""
 
@@ -208,7 +214,10 @@ class EngineSession:
             echo_term=self._term, echo_sequence=self._heard_sequence, memory=self._memory()
         )
         for one in self.retentions.withdrawals():
-            heartbeat.withdrawn.add(lease_id=one.offer.lease_id, reason=one.withdrawn_reason)
+            reason = one.withdrawn_reason
+            if reason not in WITHDRAW_REASONS:
+                reason = common_pb2.RELEASE_REASON_PRESSURE
+            heartbeat.withdrawn.add(lease_id=one.offer.lease_id, reason=reason)
         return self._request(heartbeat=heartbeat)
 
     def _hold(self) -> None:
