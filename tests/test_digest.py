@@ -141,6 +141,15 @@ def test_image_after_the_retention_changes_nothing_before_it() -> None:
     assert common(list(range(200)), list(range(100)), prompt_scope=scope) == 100
 
 
+@pytest.mark.parametrize(("offset", "retained", "expected"), [(100, 100, 100), (32, 100, 32)])
+def test_image_that_begins_on_a_digest_point_does_not_count_before_it(
+    offset: int, retained: int, expected: int
+) -> None:
+    """S2 promises the longest prefix: the tokens before the image are the same."""
+    scope = replace(SCOPE, media=(MediaItem(offset, 8, "image\0new"),))
+    assert common(list(range(200)), list(range(retained)), prompt_scope=scope) == expected
+
+
 def test_image_that_spans_strides_counts_in_each_of_them() -> None:
     """An image of 40 placeholders: a prefix that ends inside it is still that image's."""
     tokens = list(range(100))

@@ -461,7 +461,7 @@ class ReaderAgainstModel(RuleBasedStateMachine):
             (one,) = [each for each in self.seen.values() if each.lease_id == end.request.lease_id]
             one.ends.append(end.request.outcome)
 
-    @rule(ms=st.sampled_from([1, 20, 50, 1_000, 3_000]))
+    @rule(ms=st.sampled_from([1, 2, 3, 20, 50, 3_000]))
     def time_passes(self, ms: int) -> None:
         self.now_ns += ms * MS
 
@@ -471,6 +471,18 @@ class ReaderAgainstModel(RuleBasedStateMachine):
         request_id = f"r{len(self.seen)}"
         self.seen[request_id] = Seen(self.now_ns, f"lease-{request_id}")
         self.reader.ask(request_id, f"lease-{request_id}", 400, "", self.now_ns)
+
+    @precondition(lambda self: len(self.seen) < 6)
+    @rule()
+    def request_starts_to_read(self) -> None:
+        request_id = f"r{len(self.seen)}"
+        self.request_arrives()
+        one = self.seen[request_id]
+        one.answered = one.granted = one.posted = True
+        self.reader.answered(request_id, one.lease_id, grant())
+        read = self.reader.decide(request_id, 0, self.now_ns)
+        assert read is not None
+        self.reader.posted(request_id, 300, unix_ns=1)
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), common=st.sampled_from([0, 48, 288, 300]), whole_only=st.booleans())

@@ -105,9 +105,6 @@ class Retentions:
 
         Returns the inventory. Withdrawn retentions are not in it; case (c) frees them.
         """
-        # A retention withdrawn in the old session keeps the vouching of that session.
-        for one in self:
-            one.vouched_ns = self._vouched_ns(one)
         self._session_number = session_number
         self._session_vouched_ns = now_ns
         self._number_by_lease.clear()
