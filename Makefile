@@ -2,7 +2,6 @@
 .DEFAULT_GOAL := help
 SETUP := ./scripts/setup.sh
 BIN := .venv/bin
-SOURCES := services/lease services/router connector cli tests scripts bench
 PYTEST_ARGS ?=
 
 .PHONY: help setup demo up down test test-fast test-all lint type check-protos proto lock clean

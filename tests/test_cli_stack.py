@@ -204,6 +204,7 @@ def settings_of(connector: Connector) -> EngineSettings:
         connector=connector,
         lease_endpoint="127.0.0.1:7600",
         otlp_endpoint="http://127.0.0.1:4317",
+        question_deadline_ms=50,
     )
 
 
@@ -218,6 +219,10 @@ def test_an_engine_s_command_line_loads_our_connector_on_loopback() -> None:
     assert flags["--max-model-len"] == "4096"
     assert command[-2:] == ["--max-num-seqs", "4"]
     assert "--no-enable-prefix-caching" not in command
+    assert flags["--distributed-executor-backend"].endswith("UniProcExecutor")
+    two_ranks = dataclasses.replace(engine, args=("--tensor-parallel-size", "2"))
+    parallel = engine_command(Path("/py"), two_ranks, 8200, settings_of(Connector()))
+    assert "--distributed-executor-backend" not in parallel
     assert json.loads(flags["--kv-transfer-config"]) == {
         "kv_connector": "KvturnConnector",
         "kv_connector_module_path": "kvturn_connector.connector",
@@ -228,6 +233,7 @@ def test_an_engine_s_command_line_loads_our_connector_on_loopback() -> None:
             "backends": ["UCX"],
             "bidirectional_kv_xfer": True,
             "kvturn_lease_endpoint": "127.0.0.1:7600",
+            "kvturn_question_deadline_ms": 50,
             "kvturn_engine_name": "decode-0",
             "kvturn_http_address": "http://127.0.0.1:8200",
             "kvturn_nixl_progress_delay_us": 1000,

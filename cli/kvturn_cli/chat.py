@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,6 @@ from kvturn_cli.console import make_console
 from kvturn_cli.turn import Message, RouterClient, TurnResult
 
 DEFAULT_URL = "http://127.0.0.1:8000"
-KEEPALIVE_INTERVAL_S = 15.0
 TURN_TIMEOUT_S = 600.0
 HELP = "/new begins another conversation, /end ends this one, /quit leaves."
 
@@ -43,7 +41,7 @@ def main(argv: list[str]) -> int:
         except (openai.APIError, IndexError) as error:
             return fail(f"{url} serves no model: {error}")
         chat = Chat(client, model, args.system, args.max_tokens, make_console())
-        with chat.kept_alive():
+        with client.kept_alive(model, chat.kept_conversation):
             return chat.run()
 
 
@@ -158,23 +156,9 @@ class Chat:
             with contextlib.suppress(Exception):  # Its KV is freed when idle, at the latest.
                 self._client.end(self._model, self._conversation_id)
 
-    @contextlib.contextmanager
-    def kept_alive(self) -> Iterator[None]:
-        """Sends a sign of life every few seconds while the block runs."""
-        done = threading.Event()
-
-        def beat() -> None:
-            while not done.wait(KEEPALIVE_INTERVAL_S):
-                if self._open:
-                    with contextlib.suppress(Exception):  # The next one may be heard.
-                        self._client.keep_alive(self._model, self._conversation_id)
-
-        thread = threading.Thread(target=beat, name="keepalive", daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            done.set()
+    def kept_conversation(self) -> str:
+        """Returns the conversation to keep alive, "" before its first turn and after its end."""
+        return self._conversation_id if self._open else ""
 
     def _tell(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)

@@ -37,6 +37,11 @@ class Connector:
     """vLLM's kv_load_failure_policy: "recompute" or "fail"."""
 
 
+# With one rank, vLLM on a GPU computes in the engine core's own process, but on a CPU in a worker
+# process beside it, and the two spin on shared memory. On two cores that spinning takes the cores
+# from the other engine: turns took up to ten times as long, starting twice as long.
+ONE_PROCESS = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+
 STOCK_CONNECTOR = Connector("NixlConnector", "", "fail")
 
 
@@ -82,6 +87,8 @@ class EngineSettings:
     """HOST:PORT of the lease service; empty: none."""
     otlp_endpoint: str
     """URL of the OTLP receiver; empty: no traces."""
+    question_deadline_ms: int
+    """How long the connector waits for the lease service."""
 
 
 def connector_json(engine: EngineConfig, port: int, settings: EngineSettings) -> str:
@@ -94,6 +101,7 @@ def connector_json(engine: EngineConfig, port: int, settings: EngineSettings) ->
         extra["kvturn_nixl_progress_delay_us"] = 1000
         if settings.lease_endpoint:
             extra["kvturn_lease_endpoint"] = settings.lease_endpoint
+            extra["kvturn_question_deadline_ms"] = settings.question_deadline_ms
         if settings.otlp_endpoint:
             extra["kvturn_otlp_endpoint"] = settings.otlp_endpoint
     extra.update(engine.connector_config)
@@ -123,6 +131,8 @@ def engine_command(
     command += ["--enforce-eager", "--dtype", "bfloat16"]
     command += ["--max-model-len", str(settings.max_model_len), "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", connector_json(engine, port, settings)]
+    if "--tensor-parallel-size" not in engine.args:
+        command += ["--distributed-executor-backend", ONE_PROCESS]
     if not engine.prefix_caching:
         command.append("--no-enable-prefix-caching")
     return [*command, *engine.args]

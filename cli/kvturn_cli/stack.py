@@ -99,6 +99,8 @@ class StackConfig:
     """Longest prompt and answer, tokens; 0: the model's own, at most 8,192."""
     threads: int = 0
     """Computing threads of each engine; 0: the machine's cores shared out, at least 1."""
+    question_deadline_ms: int = 50
+    """How long router and connectors wait for the lease service before they go on without."""
     start_timeout_s: float = 600.0
     """How long the engines may take to become ready."""
     stop_grace_s: float = 10.0
@@ -242,6 +244,7 @@ class Stack:
                 args += [f"--{role}", url]
         if self.config.lease:
             args += ["--lease", self.lease_address]
+            args += ["--question-deadline-ms", str(self.config.question_deadline_ms)]
         args += [*self._otlp_args(), *self.config.router_args]
         waiting = self._start_ours("router", args, self.router_port)
         return _Waiting(
@@ -281,6 +284,7 @@ class Stack:
             connector=config.connector,
             lease_endpoint=self.lease_address if config.lease else "",
             otlp_endpoint=self.otlp_endpoint,
+            question_deadline_ms=config.question_deadline_ms,
         )
 
     def _start_process(

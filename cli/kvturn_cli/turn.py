@@ -1,7 +1,9 @@
 """One chat turn through a router, as a client sees it: the reply, the time, the reuse."""
 
+import contextlib
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -11,6 +13,7 @@ import openai
 
 Message = dict[str, str]
 
+KEEPALIVE_INTERVAL_S = 10.0
 SIGN_OF_LIFE_TIMEOUT_S = 5.0
 
 
@@ -155,6 +158,29 @@ class RouterClient:
             headers=self._headers,
             timeout=SIGN_OF_LIFE_TIMEOUT_S,
         ).raise_for_status()
+
+    @contextlib.contextmanager
+    def kept_alive(self, model: str, conversation_id: Callable[[], str]) -> Iterator[None]:
+        """Sends a sign of life every few seconds while the block runs.
+
+        `conversation_id` tells of which conversation, "" for none at the time.
+        """
+        done = threading.Event()
+
+        def beat() -> None:
+            while not done.wait(KEEPALIVE_INTERVAL_S):
+                name = conversation_id()
+                if name:
+                    with contextlib.suppress(Exception):  # The next one may be heard.
+                        self.keep_alive(model, name)
+
+        thread = threading.Thread(target=beat, name="keepalive", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join(SIGN_OF_LIFE_TIMEOUT_S)
 
     def end(self, model: str, conversation_id: str) -> None:
         """Ends the conversation: its KV is freed at once. Raises an httpx error."""

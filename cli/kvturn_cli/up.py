@@ -86,6 +86,12 @@ def up_parser() -> Parser:
             help=f"a flag for kvturn {service}; repeatable",
         )
     add(
+        "--question-deadline-ms",
+        type=positive,
+        default=50,
+        help="how long a turn waits for the lease service before it goes on without, ms",
+    )
+    add(
         "--start-timeout", type=seconds, default=600.0, help="how long engines may take to start, s"
     )
     add(
@@ -120,6 +126,7 @@ def stack_config(args: argparse.Namespace) -> StackConfig:
         kv_cache_gib=args.kv_cache_gib,
         max_model_len=args.max_model_len,
         threads=args.threads,
+        question_deadline_ms=args.question_deadline_ms,
         start_timeout_s=args.start_timeout,
     )
 
