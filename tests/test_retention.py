@@ -33,6 +33,12 @@ def offer() -> common_pb2.Retention:
     return common_pb2.Retention(token_count=1)
 
 
+def grant(retentions: Retentions, number: int, now_ns: int) -> None:
+    one = retentions.retain(number, offer(), now_ns)
+    assert one is not None
+    one.offered = True
+
+
 def lease_ids(inventory: list[common_pb2.Retention]) -> list[str]:
     return [retention.lease_id for retention in inventory]
 
@@ -56,7 +62,7 @@ def test_each_session_renames_what_is_vouched_for() -> None:
     """Rule 6: an id of an earlier session names nothing any more."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=1)
+    grant(retentions, 1, now_ns=1)
     assert lease_ids(retentions.begin_session(2, now_ns=2)) == ["inc.1.2"]
     assert not retentions.free("inc.1.1", CONSUMED)
     assert retentions.take_freed() == []
@@ -68,8 +74,8 @@ def test_freed_retention_is_struck_at_once() -> None:
     """Rule 12: it is in no later inventory, and is handed out for freeing once."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=1)
-    retentions.retain(2, offer(), now_ns=1)
+    grant(retentions, 1, now_ns=1)
+    grant(retentions, 2, now_ns=1)
     retentions.free("inc.1.1", CONSUMED)
     assert not retentions.free("inc.1.1", CONSUMED)
     assert lease_ids(retentions.begin_session(2, now_ns=2)) == ["inc.2.2"]
@@ -82,7 +88,7 @@ def test_withdrawn_retention_is_held_but_in_no_inventory() -> None:
     """Rules 10 and 12: giving up is not freeing; the next Register does not list it."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=1)
+    grant(retentions, 1, now_ns=1)
     assert retentions.withdraw(1, PRESSURE)
     assert retentions.take_freed() == []
     assert len(retentions) == 1
@@ -94,8 +100,8 @@ def test_withdrawal_is_said_until_its_session_ends() -> None:
     """Rule 11: the ids of another session mean nothing to the lease service."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=1)
-    retentions.retain(2, offer(), now_ns=1)
+    grant(retentions, 1, now_ns=1)
+    grant(retentions, 2, now_ns=1)
     retentions.withdraw(1, PRESSURE)
     for _ in range(3):
         said = [(one.number, one.withdrawn_reason) for one in retentions.withdrawals()]
@@ -108,7 +114,7 @@ def test_withdrawal_is_said_until_released() -> None:
     """Rule 11, the other end: case (b)."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=1)
+    grant(retentions, 1, now_ns=1)
     retentions.withdraw(1, PRESSURE)
     assert retentions.free("inc.1.1", PRESSURE)
     assert retentions.withdrawals() == []
@@ -119,7 +125,7 @@ def test_withdrawing_again_keeps_the_first_reason() -> None:
     """The clock of case (c) is not started again either."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
     assert retentions.withdraw(1, PRESSURE)
     assert not retentions.withdraw(1, EXPIRED)
     assert not retentions.withdraw(2, EXPIRED)
@@ -132,7 +138,7 @@ def test_grant_vouches() -> None:
     """Rule 10 (c): the hold counts from the Grant if nothing vouched later."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=50)
+    grant(retentions, 1, now_ns=50)
     retentions.expire(now_ns=149)
     assert len(retentions) == 1
     retentions.expire(now_ns=150)
@@ -143,8 +149,8 @@ def test_heartbeat_vouches_for_all_that_is_not_withdrawn() -> None:
     """Rule 10 (c), with the clock of the withdrawn one running from before its withdrawal."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=0)
-    retentions.retain(2, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
+    grant(retentions, 2, now_ns=0)
     retentions.vouch(now_ns=40)
     retentions.withdraw(1, PRESSURE)
     retentions.vouch(now_ns=80)
@@ -162,8 +168,8 @@ def test_register_vouches_for_what_it_lists_only() -> None:
     """Rule 10 (c): a withdrawn retention keeps the vouching of the session it was withdrawn in."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=0)
-    retentions.retain(2, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
+    grant(retentions, 2, now_ns=0)
     retentions.vouch(now_ns=40)
     retentions.withdraw(1, PRESSURE)
     retentions.begin_session(2, now_ns=60)
@@ -182,7 +188,7 @@ def test_longest_hold_withdraws_and_does_not_free() -> None:
     """Rule 10: the engine's own deadline is no reason to free."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=5)
+    grant(retentions, 1, now_ns=5)
     retentions.vouch(now_ns=MAX_HOLD_NS)
     assert not retentions.expire(now_ns=MAX_HOLD_NS + 4)
     assert retentions.expire(now_ns=MAX_HOLD_NS + 5)
@@ -199,7 +205,7 @@ def test_hold_never_shrinks() -> None:
     retentions = make()
     retentions.hold_for(HOLD_NS // 2)
     assert retentions.hold_after_vouch_ns == HOLD_NS
-    retentions.retain(1, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
     retentions.expire(now_ns=HOLD_NS - 1)
     assert len(retentions) == 1
 
@@ -207,7 +213,7 @@ def test_hold_never_shrinks() -> None:
 def test_hold_grows_for_what_is_held_already() -> None:
     """The lease service that is about to trust the engine trusts it for longer."""
     retentions = make()
-    retentions.retain(1, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
     retentions.hold_for(3 * HOLD_NS)
     retentions.expire(now_ns=3 * HOLD_NS - 1)
     assert len(retentions) == 1
@@ -234,7 +240,7 @@ def test_last_vouched_is_that_of_the_freshest() -> None:
     assert retentions.last_vouched_ns is None
     retentions.begin_session(1, now_ns=0)
     assert retentions.last_vouched_ns is None
-    retentions.retain(1, offer(), now_ns=10)
+    grant(retentions, 1, now_ns=10)
     assert retentions.last_vouched_ns == 10
     retentions.vouch(now_ns=20)
     assert retentions.last_vouched_ns == 20
@@ -247,7 +253,7 @@ def test_refused_grant_is_freed_at_once() -> None:
     """It was new in this session, so nobody was ever allowed to read it."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
     assert not retentions.refuse("inc.1.1")
     assert not retentions.refuse("inc.1.1")
     assert retentions.take_freed() == [Freed(1, PRESSURE)]
@@ -257,7 +263,7 @@ def test_refused_retention_of_an_earlier_session_is_only_withdrawn() -> None:
     """A reader of the earlier session may remain: rule 10 knows no other reason to free."""
     retentions = make()
     retentions.begin_session(1, now_ns=0)
-    retentions.retain(1, offer(), now_ns=0)
+    grant(retentions, 1, now_ns=0)
     retentions.begin_session(2, now_ns=10)
     assert not retentions.refuse("inc.1.1")
     assert retentions.refuse("inc.1.2")
@@ -266,6 +272,18 @@ def test_refused_retention_of_an_earlier_session_is_only_withdrawn() -> None:
     assert [one.number for one in retentions.withdrawals()] == [1]
     retentions.expire(now_ns=10 + HOLD_NS)
     assert retentions.take_freed() == [Freed(1, PRESSURE)]
+
+
+def test_retention_that_was_never_offered_is_freed_when_given_up() -> None:
+    """There was no session: nobody can be reading, so nobody is waited for."""
+    retentions = make()
+    retentions.retain(1, offer(), now_ns=0)
+    assert not retentions.withdraw(1, PRESSURE)
+    assert retentions.take_freed() == [Freed(1, PRESSURE)]
+    retentions.retain(2, offer(), now_ns=0)
+    retentions.begin_session(1, now_ns=1)
+    assert retentions.withdraw(2, PRESSURE)
+    assert retentions.take_freed() == []
 
 
 # --- no retention is ever freed earlier than the lease rules allow -------------------------------

@@ -645,3 +645,15 @@ def test_withdrawal_gives_a_reason_that_the_contract_knows() -> None:
     retain(engine, 1, START_NS)
     lost = common_pb2.RELEASE_REASON_ENGINE_LOST
     assert withdrawn_in(engine.withdraw(1, lost, START_NS + 1)) == [("inc.1.1", PRESSURE)]
+
+
+def test_pressure_while_the_lease_service_is_away_frees_at_once() -> None:
+    """S6: what was retained since then was offered to nobody; the rest waits for the hold."""
+    engine = make()
+    begin(engine, START_NS)
+    retain(engine, 1, START_NS)
+    engine.close()
+    retain(engine, 2, START_NS + 1)
+    assert engine.withdraw_all({1: PRESSURE, 2: PRESSURE}, START_NS + 2) == []
+    assert freed(engine) == [2]
+    assert len(engine.open(START_NS + 3).register.inventory) == 0

@@ -46,6 +46,8 @@ class Retained:
     vouched_ns: int
     """When this engine last vouched for it by itself (Grant); a session's register and heartbeats
     vouch for all that are not withdrawn."""
+    offered: bool = False
+    """True once a Grant or Register named it; before that nobody can have been let read it."""
     withdrawn_reason: int = common_pb2.RELEASE_REASON_UNSPECIFIED
     """Why it was given up; UNSPECIFIED while it is vouched for."""
 
@@ -110,6 +112,7 @@ class Retentions:
         self._number_by_lease.clear()
         for one in self._vouched():
             self._rename(one)
+            one.offered = True
         return [one.offer for one in self._vouched()]
 
     def vouch(self, now_ns: int) -> None:
@@ -119,6 +122,7 @@ class Retentions:
     def retain(self, number: int, offer: common_pb2.Retention, now_ns: int) -> Retained | None:
         """Holds the blocks of a finished request; `offer` lacks only its lease id.
 
+        Set `offered` on what is returned if its Grant is sent.
         Returns None, and frees at once, if the engine already holds `retentions_max`.
         """
         assert number not in self._by_number
@@ -131,9 +135,15 @@ class Retentions:
         return one
 
     def withdraw(self, number: int, reason: int) -> bool:
-        """Stops vouching for a retention. False if it is gone or withdrawn already."""
+        """Stops vouching for a retention. False if there is nothing to say about it.
+
+        That is so if it is gone or withdrawn already, or was never offered: then it is freed.
+        """
         one = self._by_number.get(number)
         if one is None or one.withdrawn:
+            return False
+        if not one.offered:
+            self._free(one, reason)
             return False
         one.vouched_ns = self._vouched_ns(one)
         one.withdrawn_reason = reason

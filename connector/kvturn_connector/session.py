@@ -164,6 +164,7 @@ class EngineSession:
         one = self.retentions.retain(number, offer, now_ns)
         if one is None or not self._open or self.broken:
             return []
+        one.offered = True
         return [self._request(grant=lease_pb2.Grant(retention=one.offer))]
 
     def withdraw(
