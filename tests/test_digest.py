@@ -228,7 +228,7 @@ def related_sequences(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return shared + draw(tails), shared + draw(tails)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(related_sequences())
 def test_result_is_the_largest_digest_point_within_the_true_prefix(
     sequences: tuple[list[int], list[int]],
@@ -245,7 +245,7 @@ _media = st.lists(
 ).map(lambda items: tuple(sorted((MediaItem(*item) for item in items), key=lambda i: i.offset)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(_media, _media, st.integers(1, 80))
 def test_no_prefix_reaches_into_a_stride_whose_media_differ(
     left: tuple[MediaItem, ...], right: tuple[MediaItem, ...], length: int

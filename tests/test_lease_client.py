@@ -121,7 +121,8 @@ class Service(lease_pb2_grpc.LeaseServiceServicer):
         context: grpc.ServicerContext,
     ) -> Iterator[lease_pb2.EngineSessionResponse]:
         stream = Stream()
-        context.add_callback(stream.end)
+        if not context.add_callback(stream.end):
+            stream.end()  # Over already.
 
         def receive() -> None:
             with contextlib.suppress(grpc.RpcError):

@@ -581,6 +581,6 @@ class ReaderAgainstModel(RuleBasedStateMachine):
 
 
 ReaderAgainstModel.TestCase.settings = settings(
-    max_examples=200, stateful_step_count=40, deadline=None
+    max_examples=120, stateful_step_count=40, deadline=None
 )
 test_any_order_of_events_leaks_nothing = ReaderAgainstModel.TestCase

@@ -546,6 +546,6 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
 
 EngineAgainstModel.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=50, deadline=None
+    max_examples=150, stateful_step_count=50, deadline=None
 )
 test_no_retention_is_freed_earlier_than_allowed = EngineAgainstModel.TestCase
