@@ -1,6 +1,7 @@
 """`kvturn demo`: a scripted conversation on the real stack, each turn beside its baseline."""
 
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,6 +21,8 @@ from kvturn_cli.turn import Message, RouterClient, TurnResult
 
 REPLY_TOKENS_MAX = 48
 TURN_TIMEOUT_S = 300.0
+SPANS_QUIET_S = 1.0
+SPANS_TIMEOUT_S = 5.0
 
 
 class DemoError(Exception):
@@ -95,6 +98,8 @@ def run(out_dir: Path, model: Path, vllm_python: Path) -> int:
                     row = conversation.hold(number, turn)
                     rows.append(row)
                     progress.done(table_line(row))
+            progress.waiting("waiting for the last spans")
+            wait_until_quiet(stack.trace_file)
     except (openai.APIError, OSError, ValueError) as error:
         stack.check_alive()
         raise DemoError(f"turn {len(rows) + 1} failed: {error}") from error
@@ -104,6 +109,22 @@ def run(out_dir: Path, model: Path, vllm_python: Path) -> int:
         if rows:
             (out_dir / "turns.json").write_text(to_json(rows))
     return report(rows, stack, out_dir, progress)
+
+
+def wait_until_quiet(file: Path) -> None:
+    """Returns when the file has not grown for a second, after five seconds at the latest.
+
+    Processes export their spans in batches, and an engine that is stopped drops its last one.
+    """
+    deadline_s = time.monotonic() + SPANS_TIMEOUT_S
+    size, since_s = -1, 0.0
+    while (now_s := time.monotonic()) < deadline_s:
+        fresh = file.stat().st_size if file.exists() else 0
+        if fresh != size:
+            size, since_s = fresh, now_s
+        elif now_s - since_s > SPANS_QUIET_S:
+            return
+        time.sleep(0.1)
 
 
 def report(rows: list[Row], stack: Stack, out_dir: Path, progress: ConsoleProgress) -> int:

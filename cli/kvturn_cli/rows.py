@@ -77,11 +77,11 @@ def to_json(rows: Sequence[Row]) -> str:
 
 
 HEADER = (
-    f"{'turn':>4} {'kind':<10} {'prompt':>6} {'reused':>6}  {'verdict':<15} {'TTFT':>6}"
+    f"{'turn':>4} {'kind':<10} {'prompt':>6} {'reused':>6}  {'verdict':<25} {'TTFT':>6}"
     f" {'baseline':>8} {'ratio':>6} {'prefill':>7} {'read':>7} {'read':>7}"
 )
 UNITS = (
-    f"{'':>4} {'':<10} {'tokens':>6} {'tokens':>6}  {'':<15} {'ms':>6}"
+    f"{'':>4} {'':<10} {'tokens':>6} {'tokens':>6}  {'':<25} {'ms':>6}"
     f" {'ms':>8} {'':>6} {'ms':>7} {'ms':>7} {'MB':>7}"
 )
 
@@ -91,7 +91,7 @@ def table_line(row: Row) -> str:
     ratio = row.baseline_ttft_ms / row.ttft_ms if row.ttft_ms else 0.0
     return (
         f"{row.turn:>4} {row.kind:<10} {row.prompt_tokens:>6} {row.reused_tokens:>6}"
-        f"  {row.verdict:<15} {row.ttft_ms:>6.0f} {row.baseline_ttft_ms:>8.0f} {ratio:>5.1f}x"
+        f"  {row.verdict:<25} {row.ttft_ms:>6.0f} {row.baseline_ttft_ms:>8.0f} {ratio:>5.1f}x"
         f" {row.prefill_ms:>7.0f} {row.read_ms:>7.1f} {row.read_bytes / 1e6:>7.1f}"
     )
 
