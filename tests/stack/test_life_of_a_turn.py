@@ -1,0 +1,311 @@
+"""A turn from client to trace through the router, and what ends a retention, on real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPConnection
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import grpc
+from conversation import GRANT_TIMEOUT_S, Conversation, post
+from prose import document
+
+from kvturn.v1 import common_pb2, lease_pb2, router_pb2, router_pb2_grpc
+from kvturn_cli.leash import descendants
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvturn_cli.stack import Stack
+
+WAIT_S = 20
+POLL_S = 0.05
+
+
+def wait_until(holds: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Polls until `holds`; fails naming `what` after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline_s, f"not within {timeout_s} s: {what}"
+        time.sleep(POLL_S)
+
+
+def chat(
+    stack: Stack, conversation: str, messages: list[dict[str, str]], **headers: str
+) -> tuple[str, dict[str, str]]:
+    """One streamed turn through the router. Returns the text and the x-kvturn headers."""
+    request = urllib.request.Request(
+        f"{stack.router_url}/v1/chat/completions",
+        json.dumps(
+            {
+                "model": stack.served_model_name,
+                "messages": messages,
+                "max_tokens": 24,
+                "temperature": 0,
+                "stream": True,
+            }
+        ).encode(),
+        {
+            "Content-Type": "application/json",
+            "X-Conversation-Id": conversation,
+            **{name.replace("_", "-"): value for name, value in headers.items()},
+        },
+    )
+    text = ""
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        told = {
+            name.lower().removeprefix("x-kvturn-"): value
+            for name, value in answer.headers.items()
+            if name.lower().startswith("x-kvturn-")
+        }
+        lines = [line.strip() for line in answer if line.startswith(b"data: ")]
+    assert lines[-1] == b"data: [DONE]"
+    for line in lines[:-1]:
+        for choice in json.loads(line[6:])["choices"]:
+            text += choice["delta"].get("content") or ""
+    return text, told
+
+
+def retained_blocks(stack: Stack, observer: Conversation) -> int:
+    """Blocks that the decode engine holds for retentions, as its last heartbeat said."""
+    engines = observer.leases.ListEngines(lease_pb2.ListEnginesRequest(), timeout=GRANT_TIMEOUT_S)
+    return sum(
+        engine.memory.retained_blocks
+        for engine in engines.engines
+        if engine.description.engine_id == "decode-0"
+    )
+
+
+def step(stack: Stack) -> None:
+    """Lets the decode engine take a few steps."""
+    body = {"model": stack.served_model_name, "prompt": "Hello", "max_tokens": 4}
+    post(f"{stack.decode_url}/v1/completions", body)
+
+
+def test_a_conversation_comes_home(stack: Stack) -> None:
+    """Three growing turns, streamed: the second and third reuse; then the conversation ends."""
+    messages = [{"role": "user", "content": document("home") + "\nWhat is the capital of France?"}]
+    reply, told = chat(stack, "home", messages)
+    assert told["verdict"] == "first_turn"
+    for question in ("And of Italy?", "And of Spain?"):
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
+        reply, told = chat(stack, "home", messages)
+        assert told["verdict"] in ("reused", "partial_prefix")
+        assert int(told["reused-tokens"]) + int(told["local-tokens"]) > 400
+    url = f"{stack.router_url}/kvturn/v1/conversations/home?model={stack.served_model_name}"
+    with urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=10):
+        pass
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Thanks."}]
+    _, told = chat(stack, "home", messages)
+    assert told["verdict"] == "ended"
+    assert told["reused-tokens"] == "0"
+
+
+def test_reuse_off_reads_nothing_and_retains_nothing(stack: Stack) -> None:
+    """`X-Kvturn-Reuse: off` makes a baseline turn."""
+    messages = [{"role": "user", "content": document("off") + "\nWhat is the capital of France?"}]
+    _, told = chat(stack, "off", messages, X_Kvturn_Reuse="off")
+    assert told["verdict"] == "turned_off"
+    assert Conversation(stack, "off").resolve().lease_id == ""
+
+
+def test_grpc_chat_reuses_like_http(stack: Stack) -> None:
+    """The same conversation goes on over gRPC."""
+    messages = [{"role": "user", "content": document("grpc") + "\nWhat is the capital of France?"}]
+    reply, _ = chat(stack, "grpc", messages)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
+    body = {"model": stack.served_model_name, "messages": messages, "max_tokens": 8}
+    with grpc.insecure_channel(stack.router_grpc, [("grpc.enable_http_proxy", 0)]) as channel:
+        stub = router_pb2_grpc.RouterServiceStub(channel)
+        request = router_pb2.ChatRequest(conversation_id="grpc", body_json=json.dumps(body))
+        parts = list(stub.Chat(request, timeout=120))
+    assert parts[0].report.verdict in (
+        common_pb2.VERDICT_REUSED,
+        common_pb2.VERDICT_PARTIAL_PREFIX,
+    )
+    assert parts[0].report.reused_tokens > 0
+    assert json.loads(parts[-1].chunk_json)["choices"] is not None
+
+
+def test_one_trace_per_turn_from_router_to_connectors(stack: Stack) -> None:
+    """A client's trace context goes through router, lease service and both connectors."""
+    trace_id = os.urandom(16).hex()
+    traceparent = f"00-{trace_id}-{os.urandom(8).hex()}-01"
+    messages = [{"role": "user", "content": document("trace") + "\nWhat is the capital of France?"}]
+    reply, _ = chat(stack, "trace", messages)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
+    chat(stack, "trace", messages, traceparent=traceparent)
+    wanted = {"turn", "prefill", "decode", "begin_read", "kv_read", "grant", "BeginRead"}
+
+    def seen() -> dict[str, dict[str, Any]]:
+        return {span["name"]: span for span in spans(stack) if span["traceId"] == trace_id}
+
+    wait_until(lambda: wanted <= seen().keys(), f"spans {sorted(wanted)}")
+    found = seen()
+    assert found["begin_read"]["parentSpanId"] in {span["spanId"] for span in found.values()}, (
+        "the connector's span hangs outside the turn"
+    )
+    assert found["BeginRead"]["parentSpanId"] == found["begin_read"]["spanId"]
+    assert "capital" not in stack.trace_file.read_text(), "prompt text in a span"
+
+
+def spans(stack: Stack) -> list[dict[str, Any]]:
+    """All spans of the trace file."""
+    return [
+        span
+        for line in stack.trace_file.read_text().splitlines()
+        for resource in json.loads(line)["resourceSpans"]
+        for scope in resource["scopeSpans"]
+        for span in scope["spans"]
+    ]
+
+
+def test_turn_ended_by_a_stop_string_is_retained(stack: Stack) -> None:
+    """The core sees an abort; what was computed is registered all the same."""
+    turn = Conversation(stack, "stop", turn=1)
+    messages = [{"role": "user", "content": document("stop") + "\nCount from one to ten in words."}]
+    params = turn.prefill(messages).params
+    assert (
+        turn.decoded(messages, params, 60, stop=[" "], ignore_eos=True)["finish_reason"] == "stop"
+    )
+    assert turn.resolve(1).token_count > 400
+
+
+def test_turn_of_a_client_that_hung_up_is_retained(stack: Stack) -> None:
+    """The client leaves in the middle of the stream; the next turn can reuse what was computed."""
+    turn = Conversation(stack, "hung-up", turn=1)
+    messages = [{"role": "user", "content": document("hung-up") + "\nTell me a long story."}]
+    params = turn.prefill(messages).params
+    place = urlsplit(stack.decode_url)
+    connection = HTTPConnection(str(place.hostname), place.port, timeout=60)
+    said = {"tenant": "", "model": stack.served_model_name, "conversation": "hung-up", "turn": 1}
+    body = {
+        "model": stack.served_model_name,
+        "messages": messages,
+        "max_tokens": 1000,
+        "ignore_eos": True,
+        "stream": True,
+        "kv_transfer_params": {**params, "kvturn": said},
+    }
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
+    answer = connection.getresponse()
+    for _ in range(6):
+        answer.readline()
+    answer.close()
+    connection.close()
+    wait_until(lambda: bool(turn.resolve().lease_id), "a lease for the turn that was left")
+
+
+def test_turn_sent_to_decode_alone_is_retained_and_freed(stack: Stack) -> None:
+    """A `local` turn, which stock code would retain for ever."""
+    turn = Conversation(stack, "local", turn=1)
+    before = retained_blocks(stack, turn)
+    turn.decode([{"role": "user", "content": document("local", 12)}], {})
+    lease_id = turn.resolve(1).lease_id
+    assert lease_id
+    wait_until(lambda: retained_blocks(stack, turn) > before, "a heartbeat that counts the blocks")
+    turn.leases.RevokeLease(lease_pb2.RevokeLeaseRequest(lease_id=lease_id), timeout=5)
+    assert turn.resolve().verdict == common_pb2.VERDICT_RELEASED
+    step(stack)
+    wait_until(lambda: retained_blocks(stack, turn) <= before, "the blocks of the revoked lease")
+
+
+def test_request_without_a_conversation_retains_nothing(stack: Stack) -> None:
+    """Neither plain requests nor P/D requests that name no conversation are retained."""
+    observer = Conversation(stack, "observer")
+    step(stack)
+    before = set_of_leases(observer)
+    messages = [{"role": "user", "content": document("nobody")}]
+    params = post(
+        f"{stack.prefill_url}/v1/chat/completions",
+        {
+            "model": stack.served_model_name,
+            "messages": messages,
+            "max_tokens": 1,
+            "kv_transfer_params": {"do_remote_decode": True},
+        },
+    )["kv_transfer_params"]
+    params.pop("kvturn", None)
+    body = {"model": stack.served_model_name, "messages": messages, "max_tokens": 4}
+    post(f"{stack.decode_url}/v1/chat/completions", {**body, "kv_transfer_params": params})
+    marker = Conversation(stack, "marker")
+    marker.say("Hello")  # Grants come in order: with this one there, the others would be.
+    assert set_of_leases(observer) - before == {marker.resolve().lease_id}
+
+
+def set_of_leases(observer: Conversation) -> set[str]:
+    """All lease ids that can be read now."""
+    listed = observer.leases.ListLeases(lease_pb2.ListLeasesRequest(page_size=1000), timeout=5)
+    return {one.lease_id for one in listed.leases if one.state == lease_pb2.Lease.STATE_ACTIVE}
+
+
+def test_read_blocks_are_freed(stack: Stack) -> None:
+    """After the read nothing of the retention stays on decode."""
+    turn = Conversation(stack, "consumed")
+    turn.say(document("consumed") + "\nWhat is the capital of France?")
+    lease_id = turn.resolve().lease_id
+    warm = turn.prefill([*turn.messages, {"role": "user", "content": "And Italy?"}], 0, lease_id)
+    assert warm.reused_tokens > 0
+    wait_until(lambda: lease_id not in set_of_all(turn), "the lease to be gone")
+    assert turn.resolve().verdict == common_pb2.VERDICT_CONSUMED
+
+
+def set_of_all(observer: Conversation) -> set[str]:
+    """All lease ids, whatever their state."""
+    listed = observer.leases.ListLeases(lease_pb2.ListLeasesRequest(page_size=1000), timeout=5)
+    return {one.lease_id for one in listed.leases}
+
+
+def test_frozen_lease_service_costs_reuse_and_nothing_else(stack: Stack) -> None:
+    """The lease service stops answering: turns recompute, decode frees at the bound, all heals."""
+    messages = [
+        {"role": "user", "content": document("frozen") + "\nWhat is the capital of France?"}
+    ]
+    reply, _ = chat(stack, "frozen", messages)
+    observer = Conversation(stack, "frozen", turn=1)
+    assert observer.resolve(1).lease_id
+    for pid in lease_pids(stack):
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Italy?"}]
+        _, told = chat(stack, "frozen", messages)
+        assert told["verdict"] == "lease_service_unreachable"
+        wait_until(lambda: kv_usage_after_a_step(stack) < 0.01, "decode to free at the bound")
+    finally:
+        for pid in lease_pids(stack):
+            os.kill(pid, signal.SIGCONT)
+    again = Conversation(stack, "healed")
+
+    def reused() -> bool:
+        again.say(document(f"healed {again.turn}"))
+        return bool(again.resolve().lease_id)
+
+    wait_until(lambda: registered(observer), "the engines to register again")
+    assert reused()
+
+
+def lease_pids(stack: Stack) -> list[int]:
+    """Pids of the lease service, its leash not among them."""
+    lease = next(process for process in stack.processes if process.name == "lease")
+    return descendants(lease.pid)
+
+
+def registered(observer: Conversation) -> bool:
+    """True if the decode engine has a session."""
+    listed = observer.leases.ListEngines(lease_pb2.ListEnginesRequest(), timeout=5)
+    return "decode-0" in {engine.description.engine_id for engine in listed.engines}
+
+
+def kv_usage_after_a_step(stack: Stack) -> float:
+    """Share of decode's KV memory in use, by vLLM's own count."""
+    step(stack)
+    with urllib.request.urlopen(f"{stack.decode_url}/metrics", timeout=10) as answer:
+        lines = answer.read().decode().splitlines()
+    return float(next(x for x in lines if x.startswith("vllm:kv_cache_usage_perc{")).split()[-1])
