@@ -72,14 +72,19 @@ def chat(
     return text, told
 
 
-def retained_blocks(stack: Stack, observer: Conversation) -> int:
-    """Blocks that the decode engine holds for retentions, as its last heartbeat said."""
+def holds_what_is_leased(stack: Stack, observer: Conversation) -> bool:
+    """After a step: decode retains just the blocks of its leases, by its own count."""
+    step(stack)
     engines = observer.leases.ListEngines(lease_pb2.ListEnginesRequest(), timeout=GRANT_TIMEOUT_S)
-    return sum(
-        engine.memory.retained_blocks
-        for engine in engines.engines
-        if engine.description.engine_id == "decode-0"
-    )
+    held = next(one for one in engines.engines if one.description.engine_id == "decode-0")
+    leased = sum(lease.block_count for lease in all_leases(observer))
+    return held.memory.retained_blocks == leased > 0
+
+
+def all_leases(observer: Conversation) -> list[lease_pb2.Lease]:
+    """All leases, whatever their state."""
+    request = lease_pb2.ListLeasesRequest(page_size=1000)
+    return list(observer.leases.ListLeases(request, timeout=GRANT_TIMEOUT_S).leases)
 
 
 def step(stack: Stack) -> None:
@@ -206,15 +211,14 @@ def test_turn_of_a_client_that_hung_up_is_retained(stack: Stack) -> None:
 def test_turn_sent_to_decode_alone_is_retained_and_freed(stack: Stack) -> None:
     """A `local` turn, which stock code would retain for ever."""
     turn = Conversation(stack, "local", turn=1)
-    before = retained_blocks(stack, turn)
-    turn.decode([{"role": "user", "content": document("local", 12)}], {})
+    turn.decode([{"role": "user", "content": document("local")}], {})
     lease_id = turn.resolve(1).lease_id
     assert lease_id
-    wait_until(lambda: retained_blocks(stack, turn) > before, "a heartbeat that counts the blocks")
+    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to hold what is leased")
     turn.leases.RevokeLease(lease_pb2.RevokeLeaseRequest(lease_id=lease_id), timeout=5)
     assert turn.resolve().verdict == common_pb2.VERDICT_RELEASED
-    step(stack)
-    wait_until(lambda: retained_blocks(stack, turn) <= before, "the blocks of the revoked lease")
+    assert lease_id not in set_of_all(turn)
+    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to free the revoked blocks")
 
 
 def test_request_without_a_conversation_retains_nothing(stack: Stack) -> None:
@@ -242,8 +246,8 @@ def test_request_without_a_conversation_retains_nothing(stack: Stack) -> None:
 
 def set_of_leases(observer: Conversation) -> set[str]:
     """All lease ids that can be read now."""
-    listed = observer.leases.ListLeases(lease_pb2.ListLeasesRequest(page_size=1000), timeout=5)
-    return {one.lease_id for one in listed.leases if one.state == lease_pb2.Lease.STATE_ACTIVE}
+    active = lease_pb2.Lease.STATE_ACTIVE
+    return {lease.lease_id for lease in all_leases(observer) if lease.state == active}
 
 
 def test_read_blocks_are_freed(stack: Stack) -> None:
@@ -255,12 +259,13 @@ def test_read_blocks_are_freed(stack: Stack) -> None:
     assert warm.reused_tokens > 0
     wait_until(lambda: lease_id not in set_of_all(turn), "the lease to be gone")
     assert turn.resolve().verdict == common_pb2.VERDICT_CONSUMED
+    turn.say("Tell me more.")
+    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to free what was read")
 
 
 def set_of_all(observer: Conversation) -> set[str]:
     """All lease ids, whatever their state."""
-    listed = observer.leases.ListLeases(lease_pb2.ListLeasesRequest(page_size=1000), timeout=5)
-    return {one.lease_id for one in listed.leases}
+    return {lease.lease_id for lease in all_leases(observer)}
 
 
 def test_frozen_lease_service_costs_reuse_and_nothing_else(stack: Stack) -> None:
