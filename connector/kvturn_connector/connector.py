@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import ConfigError, ConnectorConfig
-from kvturn_connector.decode import DecodeScheduler
+from kvturn_connector.decode import DecodeScheduler, engine_waker
 from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
@@ -91,7 +91,7 @@ class KvturnConnector(NixlPullConnector):
     def reset_cache(self) -> bool | None:
         """Gives up all retentions. False while their release is awaited: call again."""
         if isinstance(self.connector_scheduler, DecodeScheduler):
-            return self.connector_scheduler.withdraw_all(common_pb2.RELEASE_REASON_ENGINE_LOST)
+            return self.connector_scheduler.withdraw_all(common_pb2.RELEASE_REASON_PRESSURE)
         return super().reset_cache()
 
     def shutdown(self) -> None:
@@ -104,7 +104,7 @@ class KvturnConnector(NixlPullConnector):
         self, vllm_config: VllmConfig, config: ConnectorConfig, kv_cache_config: KVCacheConfig
     ) -> PrefillScheduler | DecodeScheduler:
         transfer = self.kv_transfer_config
-        engine_name = config.engine_name or self.engine_id
+        engine_name = _engine_name(vllm_config, config, self.engine_id)
         description = _describe(vllm_config, config, engine_name, self.engine_id)
         retentions = Retentions(description.incarnation, config.retentions_max, config.max_hold_ns)
         scheduler: PrefillScheduler | DecodeScheduler | None = None
@@ -115,7 +115,10 @@ class KvturnConnector(NixlPullConnector):
             return lease_pb2.KvMemory()
 
         client = self._client = LeaseClient(
-            config, engine_name, EngineSession(description, retentions, memory)
+            config,
+            engine_name,
+            EngineSession(description, retentions, memory),
+            wake_engine=engine_waker(),
         )
         plain = _plain_attention(kv_cache_config)
         side = SCHEDULERS[str(transfer.kv_role)]
@@ -144,6 +147,14 @@ def _name_incarnation(vllm_config: VllmConfig) -> None:
     suffix = f"-{vllm_config.instance_id}"
     if not str(transfer.engine_id).endswith(suffix):
         transfer.engine_id = f"{transfer.engine_id}{suffix}"
+
+
+def _engine_name(vllm_config: VllmConfig, config: ConnectorConfig, nixl_engine_id: str) -> str:
+    """Each data-parallel rank is an engine of its own; they share one configuration."""
+    if not config.engine_name:
+        return nixl_engine_id
+    index = vllm_config.parallel_config.data_parallel_index
+    return f"{config.engine_name}-dp{index}" if index else config.engine_name
 
 
 def _describe(

@@ -9,8 +9,12 @@ step after the lease service has confirmed that nobody reads them.
 
 from __future__ import annotations
 
+import queue
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from vllm.v1.engine import EngineCoreRequestType
 
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.scheduler import LeasedScheduler
@@ -18,6 +22,9 @@ from kvturn_connector.turn import Turn, scope_of
 from kvturn_connector.worker import KvturnWorkerMetadata
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
+
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
@@ -32,6 +39,8 @@ if TYPE_CHECKING:
     from kvturn_connector.config import ConnectorConfig
     from kvturn_connector.lease_client import LeaseClient
 
+NOTICES_MAX = 10_000
+"""Leases of which some ranks have had notice and some have not; the oldest are forgotten."""
 IN_FLIGHT_STEPS = 2
 """Engine steps after which no step that was in flight at the end of a request still writes."""
 
@@ -44,6 +53,22 @@ class Held:
     free_from_step: int
     """First step in which they may go back to the pool."""
     withdrawn: bool = False
+
+
+def engine_waker() -> Callable[[], None]:
+    """Returns a function, for any thread, that makes the idle engine core take a step.
+
+    Must be called while the engine core constructs its scheduler, and finds the core among the
+    callers: vLLM gives a connector no handle on it. `WAKEUP` is vLLM's own message for this. A core
+    without an input queue (in-process use of vLLM) frees in its next step instead.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        inbox = getattr(frame.f_locals.get("self"), "input_queue", None)
+        if isinstance(inbox, queue.Queue):
+            return lambda: inbox.put_nowait((EngineCoreRequestType.WAKEUP, None))
+        frame = frame.f_back
+    return lambda: None
 
 
 class DecodeScheduler(LeasedScheduler):
@@ -114,6 +139,8 @@ class DecodeScheduler(LeasedScheduler):
                 seen = self._notices.pop(lease_id, 0) + ranks
                 if seen < self._ranks:
                     self._notices[lease_id] = seen
+                    if len(self._notices) > NOTICES_MAX:
+                        del self._notices[next(iter(self._notices))]
                 else:
                     self._client.notice(lease_id)
 
@@ -142,6 +169,7 @@ class DecodeScheduler(LeasedScheduler):
         """True keeps the engine stepping: blocks wait to go back, or a release is awaited."""
         return bool(
             self._freeing
+            or self._client.has_freed
             or any(held.withdrawn for held in self._held.values())
             or super().has_pending_push_work()
         )

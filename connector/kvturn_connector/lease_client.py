@@ -93,8 +93,14 @@ class LeaseClient:
         engine_id: str,
         session: EngineSession,
         clock: Callable[[], int] = boottime_ns,
+        wake_engine: Callable[[], None] = lambda: None,
     ) -> None:
+        """
+        Args:
+            wake_engine: makes an idle engine take a step; called when blocks can go back.
+        """
         self._config = config
+        self._wake_engine = wake_engine
         self._engine_id = engine_id
         self._session = session
         self._clock = clock
@@ -157,6 +163,11 @@ class LeaseClient:
     def take_answers(self) -> list[tuple[Question, Answer | int]]:
         """Answers to questions since the last call; a verdict where there was none."""
         return _drain(self._answers)
+
+    @property
+    def has_freed(self) -> bool:
+        """True if `take_freed` would return something."""
+        return bool(self._freed)
 
     def take_freed(self) -> list[Freed]:
         """Retentions freed since the last call; their blocks go back to the pool."""
@@ -285,7 +296,7 @@ class LeaseClient:
             await asyncio.sleep(max(delay_ns, NS_PER_MS) / NS_PER_S)
 
     def _send(self, requests: list[lease_pb2.EngineSessionRequest]) -> None:
-        self._freed.extend(self._session.retentions.take_freed())
+        self._give_back(self._session.retentions.take_freed())
         for request in requests:
             try:
                 self._outbox.put_nowait(request)
@@ -294,6 +305,12 @@ class LeaseClient:
                 self._session.broken = True
         if self._session.broken:
             self._wake.set()
+
+    def _give_back(self, freed: list[Freed]) -> None:
+        """Hands retentions to the scheduler thread, which may be asleep for want of requests."""
+        if freed:
+            self._freed.extend(freed)
+            self._wake_engine()
 
     def _retain(
         self,
@@ -311,7 +328,7 @@ class LeaseClient:
         except Exception:
             # Whatever it is, decode must not hold blocks that nobody will ever release.
             logger.exception("kvturn: a retention cannot be offered; its blocks go back")
-            self._freed.append(Freed(number, common_pb2.RELEASE_REASON_REVOKED))
+            self._give_back([Freed(number, common_pb2.RELEASE_REASON_REVOKED)])
             span.end()
             return
         self._send(self._session.retain(number, offer, self._clock()))

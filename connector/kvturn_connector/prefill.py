@@ -116,6 +116,7 @@ class PrefillScheduler(LeasedScheduler):
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         """Stock's metadata with the limits of the reads that start in this step."""
+        self._take_answers()  # Also those that came too late for their request.
         stock = super().build_connector_meta(scheduler_output)
         posting, self._posting = self._posting, {}
         limits: dict[str, ReadLimit] = {}

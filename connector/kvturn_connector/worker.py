@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.kvturn")
 
+COUNTS_MAX = 10_000
+"""Leases of which some readers have given notice and some have not; the oldest are forgotten, and
+freed on the lease service's word."""
 NOTICE_PREFIX = "kvturn:"
 """What a remote request id begins with when it names a lease."""
 
@@ -189,7 +192,9 @@ class NixlTap:
             return False
         lease_id, _, readers = notif.decode().removeprefix(NOTICE_PREFIX).rpartition(":")
         self._counts[lease_id] += 1
-        if self._counts[lease_id] >= int(readers):
+        if len(self._counts) > COUNTS_MAX:
+            del self._counts[next(iter(self._counts))]
+        if self._counts.get(lease_id, 0) >= int(readers):
             del self._counts[lease_id]
             self.notices[lease_id] = 1
         return True

@@ -72,9 +72,8 @@ def chat(
     return text, told
 
 
-def holds_what_is_leased(stack: Stack, observer: Conversation) -> bool:
-    """After a step: decode retains just the blocks of its leases, by its own count."""
-    step(stack)
+def holds_what_is_leased(observer: Conversation) -> bool:
+    """Decode retains just the blocks of its leases, by its own count; idle, too."""
     engines = observer.leases.ListEngines(lease_pb2.ListEnginesRequest(), timeout=GRANT_TIMEOUT_S)
     held = next(one for one in engines.engines if one.description.engine_id == "decode-0")
     leased = sum(lease.block_count for lease in all_leases(observer))
@@ -214,11 +213,11 @@ def test_turn_sent_to_decode_alone_is_retained_and_freed(stack: Stack) -> None:
     turn.decode([{"role": "user", "content": document("local")}], {})
     lease_id = turn.resolve(1).lease_id
     assert lease_id
-    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to hold what is leased")
+    wait_until(lambda: holds_what_is_leased(turn), "decode to hold what is leased")
     turn.leases.RevokeLease(lease_pb2.RevokeLeaseRequest(lease_id=lease_id), timeout=5)
     assert turn.resolve().verdict == common_pb2.VERDICT_RELEASED
     assert lease_id not in set_of_all(turn)
-    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to free the revoked blocks")
+    wait_until(lambda: holds_what_is_leased(turn), "decode to free the revoked blocks")
 
 
 def test_request_without_a_conversation_retains_nothing(stack: Stack) -> None:
@@ -260,7 +259,7 @@ def test_read_blocks_are_freed(stack: Stack) -> None:
     wait_until(lambda: lease_id not in set_of_all(turn), "the lease to be gone")
     assert turn.resolve().verdict == common_pb2.VERDICT_CONSUMED
     turn.say("Tell me more.")
-    wait_until(lambda: holds_what_is_leased(stack, turn), "decode to free what was read")
+    wait_until(lambda: holds_what_is_leased(turn), "decode to free what was read")
 
 
 def set_of_all(observer: Conversation) -> set[str]:
@@ -299,7 +298,8 @@ def test_frozen_lease_service_costs_reuse_and_nothing_else(stack: Stack) -> None
 def lease_pids(stack: Stack) -> list[int]:
     """Pids of the lease service, its leash not among them."""
     lease = next(process for process in stack.processes if process.name == "lease")
-    return descendants(lease.pid)
+    assert lease.id is not None
+    return descendants(lease.id.pid)
 
 
 def registered(observer: Conversation) -> bool:
