@@ -202,14 +202,13 @@ def relay(child: subprocess.Popen[bytes], log: Path, run_dir: Path) -> int:
     """Copies the child's lines to our own output until it is ready or has ended."""
     with log.open() as lines:
         while True:
-            status = child.poll()
+            status = child.poll()  # Before the lines are read, so that none is missed.
             state = run_state.read(run_dir)
-            text = lines.read()
-            if status is not None:
-                (sys.stderr if status else sys.stdout).write(text)
-                return status
-            sys.stdout.write(text)
+            for line in lines.read().splitlines():
+                print(line, file=sys.stderr if line.startswith("kvturn up:") else sys.stdout)
             sys.stdout.flush()
+            if status is not None:
+                return status
             if state and state.ready and state.holder.pid == child.pid:
                 return 0
             time.sleep(0.1)
