@@ -331,7 +331,8 @@ class LeaseClient:
             self._give_back([Freed(number, common_pb2.RELEASE_REASON_REVOKED)])
             span.end()
             return
-        self._send(self._session.retain(number, offer, self._clock()))
+        context = dict(metadata_of(span)).get("traceparent", "")
+        self._send(self._session.retain(number, offer, self._clock(), context))
         span.set_attribute("kvturn.lease_id", offer.lease_id)
         span.end()
 

@@ -162,10 +162,13 @@ class PrefillScheduler(LeasedScheduler):
         return delay_free, returned
 
     def _ask(self, request: Request, turn: Turn) -> None:
-        if not turn.lease_id or turn.conversation is None:
+        if turn.conversation is None:
             return
         if not self._plain_attention or not request.prompt_token_ids:
+            # Said also without a lease: decode, with the same model, will never have granted one.
             self._verdicts[request.request_id] = common_pb2.VERDICT_UNSUPPORTED_MODEL
+            return
+        if not turn.lease_id:
             return
         self._reader.ask(
             request.request_id,

@@ -155,17 +155,18 @@ class EngineSession:
         return self._expire_ns
 
     def retain(
-        self, number: int, offer: common_pb2.Retention, now_ns: int
+        self, number: int, offer: common_pb2.Retention, now_ns: int, traceparent: str = ""
     ) -> list[lease_pb2.EngineSessionRequest]:
         """Holds a finished request's blocks and grants a lease on them.
 
-        Without an open session the next Register offers them, if it comes in time.
+        `traceparent` is the turn's trace context, for the lease service's span. Without an open
+        session the next Register offers them, if it comes in time.
         """
         one = self.retentions.retain(number, offer, now_ns)
         if one is None or not self._open or self.broken:
             return []
         one.offered = True
-        return [self._request(grant=lease_pb2.Grant(retention=one.offer))]
+        return [self._request(grant=lease_pb2.Grant(retention=one.offer, traceparent=traceparent))]
 
     def withdraw(
         self, number: int, reason: int, now_ns: int

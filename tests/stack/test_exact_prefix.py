@@ -112,6 +112,24 @@ def test_noise_is_small_and_wrong_kv_stands_out(stack: Stack, noise: float) -> N
     assert wrong_distance > WRONG_KV_FACTOR * noise
 
 
+def test_read_from_an_engine_that_is_gone_is_recomputed(stack: Stack, noise: float) -> None:
+    """The lease names an engine at which nobody answers: the turn is served all the same (S7)."""
+    owner = started(stack, "gone-owner", prefill=0)
+    begun = owner.leases.BeginRead(
+        lease_pb2.BeginReadRequest(lease_id=owner.resolve().lease_id, conversation=owner.key),
+        timeout=5,
+    )
+    begun.nixl.nixl_engine_id = "an-engine-that-is-gone"
+    begun.nixl.port = 1
+    prompt = [{"role": "user", "content": document("gone") + "\nWhat is the capital of Italy?"}]
+    chat = Conversation(stack, "gone", turn=1)
+    with planted_lease(stack, chat, prompt, begun) as planted_id:
+        turn = chat.prefill(prompt, 0, planted_id)
+    assert turn.verdict in ("read_failed", "read_too_long")
+    assert turn.reused_tokens == 0
+    assert distance(turn.logprobs, chat.cold(prompt)) <= noise
+
+
 def test_growing_history(stack: Stack, noise: float, prefill: int, name: str) -> None:
     """The prompt extends the whole last turn: all that decode holds is read."""
     chat = started(stack, name, prefill)
@@ -276,7 +294,7 @@ def planted_lease(
     tokens = tokens[: len(tokens) - len(tokens) % STRIDE_TOKENS]
     retention = common_pb2.Retention()
     retention.CopyFrom(begun.retention)
-    retention.lease_id = "false.1.1"
+    retention.lease_id = f"false-{chat.conversation_id}.1.1"
     retention.conversation.CopyFrom(chat.key)
     retention.token_count = len(tokens)
     retention.digests.values = digest_values(
@@ -285,8 +303,8 @@ def planted_lease(
     blocks = -(-len(tokens) // retention.block_size)
     del retention.groups[0].block_ids[blocks:]
     engine = lease_pb2.EngineDescription(
-        engine_id="false",
-        incarnation="false",
+        engine_id=f"false-{chat.conversation_id}",
+        incarnation=f"false-{chat.conversation_id}",
         role=common_pb2.ENGINE_ROLE_DECODE,
         nixl=begun.nixl,
         model="m",

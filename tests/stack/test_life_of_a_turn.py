@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -268,31 +270,53 @@ def set_of_all(observer: Conversation) -> set[str]:
 
 
 def test_frozen_lease_service_costs_reuse_and_nothing_else(stack: Stack) -> None:
-    """The lease service stops answering: turns recompute, decode frees at the bound, all heals."""
+    """The lease service stops answering: the turn recomputes; when it answers again, all heals."""
     messages = [
         {"role": "user", "content": document("frozen") + "\nWhat is the capital of France?"}
     ]
     reply, _ = chat(stack, "frozen", messages)
-    observer = Conversation(stack, "frozen", turn=1)
-    assert observer.resolve(1).lease_id
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Italy?"}]
     for pid in lease_pids(stack):
         os.kill(pid, signal.SIGSTOP)
     try:
-        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Italy?"}]
-        _, told = chat(stack, "frozen", messages)
-        assert told["verdict"] == "lease_service_unreachable"
-        wait_until(lambda: kv_usage_after_a_step(stack) < 0.01, "decode to free at the bound")
+        reply, told = chat(stack, "frozen", messages)
     finally:
         for pid in lease_pids(stack):
             os.kill(pid, signal.SIGCONT)
-    again = Conversation(stack, "healed")
+    assert told["verdict"] == "lease_service_unreachable"
+    assert reply
+    wait_until(lambda: reuses(stack, "thawed"), "a turn that reuses")
 
-    def reused() -> bool:
-        again.say(document(f"healed {again.turn}"))
-        return bool(again.resolve().lease_id)
 
-    wait_until(lambda: registered(observer), "the engines to register again")
-    assert reused()
+def test_dead_lease_service_is_survived(stack: Stack) -> None:
+    """It is killed: decode frees at the bound by itself; a new one finds the engines again.
+
+    Last of the tests of a stack, because the new lease service goes with it.
+    """
+    messages = [{"role": "user", "content": document("dead") + "\nWhat is the capital of France?"}]
+    chat(stack, "dead", messages)
+    assert Conversation(stack, "dead").resolve(1).lease_id
+    for pid in lease_pids(stack):
+        os.kill(pid, signal.SIGKILL)
+    _, told = chat(stack, "dead", messages)
+    assert told["verdict"] == "lease_service_unreachable"
+    wait_until(lambda: kv_usage_after_a_step(stack) < 0.01, "decode to free at the bound")
+    host, _, port = stack.lease_address.rpartition(":")
+    command = [sys.executable, "-m", "kvturn_cli", "lease", "--host", host, "--port", port]
+    with subprocess.Popen(command) as lease:
+        try:
+            wait_until(lambda: reuses(stack, "reborn"), "a turn that reuses")
+        finally:
+            lease.terminate()
+
+
+def reuses(stack: Stack, name: str) -> bool:
+    """Holds two turns of a new conversation. True if the second one reused."""
+    name = f"{name}-{time.monotonic_ns()}"
+    messages = [{"role": "user", "content": document(name) + "\nWhat is the capital of France?"}]
+    reply, _ = chat(stack, name, messages)
+    messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
+    return int(chat(stack, name, messages)[1]["reused-tokens"]) > 0
 
 
 def lease_pids(stack: Stack) -> list[int]:
@@ -300,12 +324,6 @@ def lease_pids(stack: Stack) -> list[int]:
     lease = next(process for process in stack.processes if process.name == "lease")
     assert lease.id is not None
     return descendants(lease.id.pid)
-
-
-def registered(observer: Conversation) -> bool:
-    """True if the decode engine has a session."""
-    listed = observer.leases.ListEngines(lease_pb2.ListEnginesRequest(), timeout=5)
-    return "decode-0" in {engine.description.engine_id for engine in listed.engines}
 
 
 def kv_usage_after_a_step(stack: Stack) -> float:

@@ -126,7 +126,7 @@ class LeaseConfig:
     """Messages that wait for one engine to read them before its stream is ended."""
     questions_max: int = 10_000
     """Calls in progress besides the engines' session streams."""
-    message_bytes_max: int = 64 * 1024 * 1024
+    message_bytes_max: int = 256 * 1024 * 1024
     """Largest message taken: a Register with a full inventory."""
     shutdown_grace_ns: int = 500 * _MILLISECOND_NS
     """How long calls in progress may take to end after a signal to stop."""

@@ -131,14 +131,18 @@ class TracingInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[Any], Awaitable[Any]],
         handler_call_details: Any,
     ) -> Any:
-        """Returns the method's handler, wrapped if it is one question with one answer."""
+        """Returns the method's handler, wrapped if it is one question in somebody's trace.
+
+        What comes without a trace context (touches of many turns in one, a command line) belongs
+        to no turn, and would only fill the collector with traces of one span.
+        """
         handler = await continuation(handler_call_details)
         method = handler_call_details.method
+        metadata = dict(handler_call_details.invocation_metadata or ())
         unary = handler is not None and handler.unary_unary is not None
-        if not unary or not method.startswith(_METHODS):
+        if not unary or not method.startswith(_METHODS) or "traceparent" not in metadata:
             return handler
         answer, name = handler.unary_unary, method.removeprefix(_METHODS)
-        metadata = dict(handler_call_details.invocation_metadata or ())
 
         async def traced(request: Any, context: Any) -> Any:
             return await self._answer(name, metadata, answer, request, context)

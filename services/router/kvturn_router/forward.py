@@ -316,6 +316,9 @@ class _Turn:
             self._verdict = (report.verdict if report else None) or Verdict.NOT_OFFERED
         elif handle is not None:
             self._verdict, self._answer = StockReuse.judged(handle, self._answer)
+        elif self._answer.report and self._answer.report.verdict is Verdict.UNSUPPORTED_MODEL:
+            # That no turn of this model can reuse says more than that this one had no lease.
+            self._verdict = Verdict.UNSUPPORTED_MODEL
 
     async def _checked(self, engine: Engine, handle: Handle) -> Handle | None:
         stock = self._forwarder.stock
