@@ -24,10 +24,11 @@ NOT_READ = lease_pb2.READ_OUTCOME_NOT_READ
 COMPLETED = lease_pb2.READ_OUTCOME_COMPLETED
 FAILED = lease_pb2.READ_OUTCOME_FAILED
 TOO_LONG = lease_pb2.READ_OUTCOME_TOO_LONG
+BLOCK_SIZE = 128
 
 
 def make() -> Reader:
-    return Reader(QUESTION_NS, THRESHOLD)
+    return Reader(QUESTION_NS, THRESHOLD, BLOCK_SIZE)
 
 
 def ask(reader: Reader, prompt_tokens: int = 400, request_id: str = "r", lease: str = "l") -> None:
@@ -38,7 +39,9 @@ def grant(common_tokens: int = 300, token_count: int = 300, *, whole_only: bool 
     return Answer(
         granted=True,
         verdict=common_pb2.VERDICT_UNSPECIFIED,
-        retention=common_pb2.Retention(token_count=token_count, whole_only=whole_only),
+        retention=common_pb2.Retention(
+            token_count=token_count, whole_only=whole_only, block_size=BLOCK_SIZE
+        ),
         nixl=common_pb2.NixlAddress(),
         longest_read_ns=READ_NS,
         common_tokens=common_tokens,
@@ -298,7 +301,7 @@ def test_grant_at_the_threshold_is_read(answer: Answer, local_tokens: int) -> No
 
 def test_threshold_of_zero_still_needs_a_token_to_read() -> None:
     """A read of nothing would be a read that never ends."""
-    reader = Reader(QUESTION_NS, threshold_tokens=0)
+    reader = Reader(QUESTION_NS, threshold_tokens=0, block_size=BLOCK_SIZE)
     ask(reader)
     reader.answered("r", "l", grant())
     assert decided(reader, local_tokens=299).state is State.GRANTED
@@ -584,3 +587,14 @@ ReaderAgainstModel.TestCase.settings = settings(
     max_examples=120, stateful_step_count=40, deadline=None
 )
 test_any_order_of_events_leaks_nothing = ReaderAgainstModel.TestCase
+
+
+def test_blocks_of_another_size_are_not_read() -> None:
+    """vLLM would pair blocks that do not hold the same tokens."""
+    reader = make()
+    ask(reader)
+    answer = grant()
+    answer.retention.block_size = BLOCK_SIZE // 8
+    reader.answered("r", "l", answer)
+    assert decided(reader).verdict == common_pb2.VERDICT_UNSUPPORTED_MODEL
+    assert [end.request.outcome for end in reader.take_ends()] == [NOT_READ]

@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     NixlBaseConnector,
     NixlPullConnector,
 )
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvturn.v1 import common_pb2, lease_pb2
@@ -129,6 +130,11 @@ class KvturnConnector(NixlPullConnector):
 def _check(transfer: KVTransferConfig) -> None:
     """Refuses what would break a promise, with one line that names the fix."""
     reads = transfer.kv_role in ("kv_producer", "kv_both")
+    if reads and transfer.kv_buffer_device == "cpu" and current_platform.device_type != "cpu":
+        raise ConfigError(
+            "kv_buffer_device: with host buffers NIXL cannot read from decode; set it to the "
+            "engine's device, or set bidirectional_kv_xfer to false"
+        )
     if reads and transfer.kv_load_failure_policy != "recompute":
         raise ConfigError(
             f"kv_load_failure_policy: {transfer.kv_load_failure_policy!r} would turn a failed read "

@@ -94,8 +94,20 @@ class DecodeScheduler(LeasedScheduler):
         self._notices: dict[str, int] = {}
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
-        """Learns the pool whose blocks are held."""
+        """Learns the pool whose blocks are held.
+
+        vLLM resets the pool before it tells the connector, and the reset fails while blocks are
+        held: what is retained is given up first, so that the next try succeeds.
+        """
         self._pool = pool
+        reset = pool.reset_prefix_cache
+
+        def give_up_and_reset() -> bool:
+            self.withdraw_all(common_pb2.RELEASE_REASON_PRESSURE)
+            self._return_blocks()
+            return bool(reset())
+
+        pool.reset_prefix_cache = give_up_and_reset
 
     def kv_memory(self) -> lease_pb2.KvMemory:
         """The engine's KV memory now. Called by the lease client's thread; reads counters only."""
@@ -110,14 +122,24 @@ class DecodeScheduler(LeasedScheduler):
     def on_new_request(self, request: Request) -> None:
         """Notes what the request will need, and gives way to it."""
         super().on_new_request(request)
-        self._wanted_blocks[request.request_id] = -(-request.num_tokens // self.block_size)
+        self._want(request)
         self._give_way()
+
+    def get_num_new_matched_tokens(
+        self, request: Request, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """As stock's; asked on every pass, also of a request that waits again."""
+        self._want(request)
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """As stock's; a request whose KV is still arriving has nothing to retain."""
-        self._wanted_blocks.pop(request.request_id, None)
+        allocated = sum(len(group) for group in blocks.blocks[:1])
+        wanted = self._wanted_blocks.pop(request.request_id, 0) - allocated
+        if wanted > 0:  # The first chunk of a long prompt.
+            self._wanted_blocks[request.request_id] = wanted
         if num_external_tokens > 0:
             self._arriving.add(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -185,7 +207,7 @@ class DecodeScheduler(LeasedScheduler):
         # Tokens of a step that is still in flight are not there yet.
         computed = request.num_computed_tokens - request.num_in_flight_tokens
         token_count = min(computed, request.num_tokens)
-        if not self._plain_attention or not request.prompt_token_ids or token_count <= 0:
+        if not self._reusable(request) or token_count <= 0:
             return
         if pool is None or not self._client.vouching:
             return
@@ -243,6 +265,9 @@ class DecodeScheduler(LeasedScheduler):
                 return
             short -= len(held.blocks)
             self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE)
+
+    def _want(self, request: Request) -> None:
+        self._wanted_blocks[request.request_id] = -(-request.num_tokens // self.block_size)
 
     def _headroom(self, pool: BlockPool) -> int:
         """Blocks kept free so that running requests can grow while a release is on its way."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvturn.v1 import common_pb2
 from kvturn_connector.config import NS_PER_MS
+from kvturn_connector.handle import notice_name, strip_handle
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
 from kvturn_connector.reader import Read, Reader, State
 from kvturn_connector.scheduler import LeasedScheduler
@@ -24,7 +25,6 @@ from kvturn_connector.worker import (
     RankRead,
     ReadLimit,
     boot_id,
-    notice_name,
 )
 
 if TYPE_CHECKING:
@@ -38,20 +38,6 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
     from kvturn_connector.config import ConnectorConfig
-
-HANDLE_KEYS = (
-    "remote_block_ids",
-    "remote_engine_id",
-    "remote_request_id",
-    "remote_host",
-    "remote_port",
-    "remote_num_tokens",
-    "remote_blocks_expiry_time",
-    "tp_size",
-    "dcp_size",
-    "pp_size",
-)
-"""Keys of `kv_transfer_params` that make stock code read."""
 
 
 class PrefillScheduler(LeasedScheduler):
@@ -68,18 +54,19 @@ class PrefillScheduler(LeasedScheduler):
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config, client, plain_attention)
         self._boot_id = boot_id()
-        self._reader = Reader(config.question_deadline_ns, config.recompute_threshold_tokens)
+        self._reader = Reader(
+            config.question_deadline_ns, config.recompute_threshold_tokens, self.block_size
+        )
         self._verdicts: dict[str, int] = {}
         self._posting: dict[str, Request] = {}
         self._rank_reads: dict[str, RankRead] = {}
 
     def on_new_request(self, request: Request) -> None:
         """Asks for the lease that the request carries, if any. Returns at once."""
+        super().on_new_request(request)  # First: what the request says is made sane there.
         params = request.kv_transfer_params
         if params is not None and params.get("do_remote_decode"):
-            _strip(params)
             self._ask(request, Turn.of(params))
-        super().on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -128,7 +115,7 @@ class PrefillScheduler(LeasedScheduler):
                 read.asked_ns, read.answer.longest_read_ns, self._boot_id
             )
             # One grant is one post: a preempted request must not find the handle again.
-            _strip(request.kv_transfer_params or {})
+            strip_handle(request.kv_transfer_params or {})
         return KvturnMetadata.extend(stock, limits)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -164,7 +151,7 @@ class PrefillScheduler(LeasedScheduler):
     def _ask(self, request: Request, turn: Turn) -> None:
         if turn.conversation is None:
             return
-        if not self._plain_attention or not request.prompt_token_ids:
+        if not self._reusable(request):
             # Said also without a lease: decode, with the same model, will never have granted one.
             self._verdicts[request.request_id] = common_pb2.VERDICT_UNSUPPORTED_MODEL
             return
@@ -214,11 +201,6 @@ class PrefillScheduler(LeasedScheduler):
             name = common_pb2.Verdict.Name(verdict)
             report["verdict"] = name.removeprefix("VERDICT_").lower()
         return report
-
-
-def _strip(params: dict[str, Any]) -> None:
-    for key in HANDLE_KEYS:
-        params.pop(key, None)
 
 
 def _handle(read: Read) -> dict[str, Any]:

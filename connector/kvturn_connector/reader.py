@@ -101,6 +101,8 @@ class Reader:
     """How long an answer is waited for."""
     threshold_tokens: int
     """Fewer readable tokens than this are computed."""
+    block_size: int
+    """Tokens per block of this engine."""
     _reads: dict[str, Read] = field(default_factory=dict)
     _ends: list[End] = field(default_factory=list)
 
@@ -227,6 +229,9 @@ class Reader:
         assert answer is not None
         if now_ns >= read.time_is_up_ns:
             return common_pb2.VERDICT_READ_TOO_LONG
+        if answer.retention.block_size != self.block_size:
+            # vLLM pairs the last blocks of both sides, which are not the same tokens' then.
+            return common_pb2.VERDICT_UNSUPPORTED_MODEL
         if answer.common_tokens == 0:
             return common_pb2.VERDICT_PREFIX_MISMATCH
         if answer.retention.whole_only and answer.common_tokens < answer.retention.token_count:

@@ -8,6 +8,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
 
+from kvturn_connector.handle import sane_params
+
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
@@ -35,10 +37,28 @@ class LeasedScheduler(NixlPullConnectorScheduler):
         self._client = client
         self._plain_attention = plain_attention
         """False: nothing is retained or read, see `connector.py`."""
+        transfer = vllm_config.kv_transfer_config
+        assert transfer is not None
+        self._decodes = transfer.kv_role != "kv_producer"
         self._model = str(vllm_config.model_config.model)
         self._ranks: int = vllm_config.parallel_config.world_size
         self._local_tokens: dict[str, int] = {}
         """Tokens found in the engine's own prefix cache, by request, until it finishes."""
+
+    def on_new_request(self, request: Request) -> None:
+        """As stock's, after what the request says has been made sane."""
+        request.kv_transfer_params = sane_params(
+            request.kv_transfer_params, reads_from_prefill=self._decodes
+        )
+        super().on_new_request(request)
+
+    def _reusable(self, request: Request) -> bool:
+        """True if all that the request's KV depends on is in its tokens and its scope."""
+        return bool(
+            self._plain_attention
+            and request.prompt_token_ids
+            and getattr(request, "prompt_embeds", None) is None
+        )
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int

@@ -22,6 +22,7 @@ from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
 from kvturn.v1 import lease_pb2
+from kvturn_connector.handle import NOTICE_PREFIX
 from kvturn_connector.lease_client import boottime_ns
 
 if TYPE_CHECKING:
@@ -36,13 +37,6 @@ logger = init_logger("vllm.kvturn")
 COUNTS_MAX = 10_000
 """Leases of which some readers have given notice and some have not; the oldest are forgotten, and
 freed on the lease service's word."""
-NOTICE_PREFIX = "kvturn:"
-"""What a remote request id begins with when it names a lease."""
-
-
-def notice_name(lease_id: str) -> str:
-    """The remote request id under which a lease's blocks are read."""
-    return NOTICE_PREFIX + lease_id
 
 
 def boot_id() -> str:

@@ -198,7 +198,10 @@ def given_flag(members: Members, name: str) -> bool:
 def given_number(members: Members, name: str) -> float | None:
     """Returns a number member, or None if it is absent or null. Raises as `given`."""
     value = given(members, name, "number")
-    return None if value is None else _number_decoder.decode(value)
+    try:
+        return None if value is None else _number_decoder.decode(value)
+    except msgspec.DecodeError:  # A number, but one that no float can hold.
+        raise bad_field(name, f"`{name}` is out of range.") from None
 
 
 def needs_decode_alone(members: Members, path: str) -> bool:

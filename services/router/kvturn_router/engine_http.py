@@ -300,11 +300,13 @@ class _Connection(asyncio.Protocol):
         self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._complete:  # Bytes after a whole answer belong to no request.
+            return
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
-        if status < 200 or self._exchange is None:
+        if status < 200 or self._exchange is None or self._complete:
             return
         self._head_bytes = -1
         names = {name for name, _ in self._headers}
@@ -313,13 +315,15 @@ class _Connection(asyncio.Protocol):
         self._exchange.take_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
+        if self._complete:
+            return
         self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
             return
+        self._keeps = self._parser.should_keep_alive() and not self._complete
         self._complete = True
-        self._keeps = self._parser.should_keep_alive()
 
 
 class EnginePool:

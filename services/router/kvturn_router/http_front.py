@@ -120,6 +120,10 @@ class HttpFront:
             self._route(answer, request)
         except TurnError as error:
             answer.refuse(error, _echoed(request))
+        except Exception:
+            # Whatever it is, a client must not wait for ever for the answer to its request.
+            logger.exception("a request could not be served")
+            answer.refuse(TurnError(500, "The router failed.", reason="INTERNAL"), _echoed(request))
 
     def _route(self, answer: HttpAnswer, request: HttpRequest) -> None:
         try:

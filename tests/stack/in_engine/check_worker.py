@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnec
 from kvturn.v1 import lease_pb2
 from kvturn_connector.config import ConfigError
 from kvturn_connector.connector import _check
+from kvturn_connector.handle import notice_name
 from kvturn_connector.lease_client import boottime_ns
 from kvturn_connector.worker import (
     KvturnWorker,
@@ -25,7 +26,6 @@ from kvturn_connector.worker import (
     RankRead,
     ReadLimit,
     boot_id,
-    notice_name,
 )
 
 LONGEST_READ_NS = 3_000_000_000

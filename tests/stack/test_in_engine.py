@@ -1,0 +1,23 @@
+"""The connector's halves on the vLLM code of each supported version, without an engine."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from conftest import VERSIONS, vllm_python
+
+FOLDER = Path(__file__).parent / "in_engine"
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("checks", ["check_worker.py", "check_schedulers.py"])
+def test_every_check_holds_where_vllm_is(version: str, checks: str) -> None:
+    """Each function check_* of the file is run by the Python of that vLLM environment."""
+    file = FOLDER / checks
+    done = subprocess.run(
+        [str(vllm_python(version)), str(file)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.count("ok check_") == file.read_text().count("\ndef check_") > 0
