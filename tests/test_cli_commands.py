@@ -89,6 +89,9 @@ def test_up_refuses_a_port_in_use_and_leaves_nothing(tmp_path: Path) -> None:
         port = str(taken.getsockname()[1])
         arguments = ["--run-dir", str(tmp_path / "run"), "--model", str(model)]
         arguments += ["--vllm-python", sys.executable, "--decode-port", port]
+        # Any free ones: the defaults may be in use where the test runs.
+        for name in ("router", "grpc", "lease", "prefill"):
+            arguments += [f"--{name}-port", "0"]
         for detach in ([], ["--detach"]):
             done = kvturn("up", *arguments, *detach)
             assert done.returncode == 2
