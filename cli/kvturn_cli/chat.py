@@ -57,6 +57,8 @@ def reuse_line(result: TurnResult) -> str:
         f"{result.verdict or 'no verdict'}: {result.reused_tokens} of {result.prompt_tokens} prompt"
         f" tokens reused, TTFT {result.ttft_ms:.0f} ms, prefill {result.prefill_ms:.0f} ms"
     )
+    if result.local_tokens:
+        line += f", {result.local_tokens} tokens from prefill's own cache"
     if result.read_bytes:
         line += f", read {result.read_bytes / 1e6:.1f} MB in {result.read_ms:.1f} ms"
     return line

@@ -168,7 +168,7 @@ def announce(progress: ConsoleProgress, stack: Stack) -> None:
     progress.done(f"kvturn is up. OpenAI API: {stack.router_url}/v1, gRPC: {stack.router_grpc}")
     progress.done(f"model: {stack.served_model_name}; leases: {stack.lease_address}")
     progress.done(f"traces: {stack.trace_file}; logs: {stack.config.run_dir}")
-    progress.done("Talk to it with kvturn chat; stop it with Ctrl-C or kvturn down.")
+    progress.done("Talk to it with kvturn chat; stop it with kvturn down, or Ctrl-C here.")
 
 
 def detach(run_dir: Path, argv: list[str]) -> int:

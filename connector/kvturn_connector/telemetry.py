@@ -6,6 +6,7 @@ Spans carry ids, counts and times; never prompt text, digests or block lists.
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
@@ -25,6 +27,19 @@ EXPORT_TIMEOUT_MS = 2_000
 SHUTDOWN_TIMEOUT_MS = 2_000
 
 _propagator = TraceContextTextMapPropagator()
+
+
+class SystemIds(IdGenerator):
+    """Ids from the system's source: vLLM seeds Python's `random` alike in every engine, and with it
+    prefill's and decode's spans would get the same ids."""
+
+    def generate_span_id(self) -> int:
+        """A span id, never 0."""
+        return secrets.randbits(64) or 1
+
+    def generate_trace_id(self) -> int:
+        """A trace id, never 0."""
+        return secrets.randbits(128) or 1
 
 
 class Telemetry:
@@ -49,6 +64,7 @@ class Telemetry:
             resource=Resource.create(
                 {"service.name": "kvturn-connector", "service.instance.id": engine_id}
             ),
+            id_generator=SystemIds(),
             shutdown_on_exit=False,  # It would wait for the collector; `shutdown` has a limit.
         )
         provider.add_span_processor(

@@ -147,7 +147,7 @@ def test_one_trace_per_turn_from_router_to_connectors(stack: Stack) -> None:
     reply, _ = chat(stack, "trace", messages)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
     chat(stack, "trace", messages, traceparent=traceparent)
-    wanted = {"turn", "prefill", "decode", "begin_read", "kv_read", "grant", "BeginRead"}
+    wanted = {"turn", "prefill", "decode", "begin_read", "kv_read", "grant", "BeginRead", "Grant"}
 
     def seen() -> dict[str, dict[str, Any]]:
         return {span["name"]: span for span in spans(stack) if span["traceId"] == trace_id}
@@ -158,6 +158,9 @@ def test_one_trace_per_turn_from_router_to_connectors(stack: Stack) -> None:
         "the connector's span hangs outside the turn"
     )
     assert found["BeginRead"]["parentSpanId"] == found["begin_read"]["spanId"]
+    ids = [span["spanId"] for span in spans(stack) if span["traceId"] == trace_id]
+    assert len(ids) == len(set(ids)), "two spans of one turn have the same id"
+    assert found["Grant"]["parentSpanId"] == found["grant"]["spanId"]
     assert "capital" not in stack.trace_file.read_text(), "prompt text in a span"
 
 

@@ -239,8 +239,8 @@ class _Parser:
             try:
                 value = int(text)
             except ValueError:
-                raise ConfigError(f"{name} must be a whole number, e.g. {default}") from None
-            _check(least <= value <= most, f"{name} must be {least} to {most}")
+                raise ConfigError(f"{_both(name)} must be a whole number, e.g. {default}") from None
+            _check(least <= value <= most, f"{_both(name)} must be {least} to {most}")
             return value
 
         self._add(name, default, parse, f"{meaning} (default {default})")
@@ -253,10 +253,10 @@ class _Parser:
             try:
                 value_ns = round(float(text) * _SECOND_NS)
             except (ValueError, OverflowError):
-                raise ConfigError(f"{name} must be seconds, e.g. {default_s:g}") from None
+                raise ConfigError(f"{_both(name)} must be seconds, e.g. {default_s:g}") from None
             _check(
                 _MILLISECOND_NS <= value_ns <= _SPAN_MAX_NS,
-                f"{name} must be 0.001 to {_SPAN_MAX_NS // _SECOND_NS} seconds",
+                f"{_both(name)} must be 0.001 to {_SPAN_MAX_NS // _SECOND_NS} seconds",
             )
             return value_ns
 
@@ -279,3 +279,8 @@ class _Parser:
             metavar="V",
             help=meaning,
         )
+
+
+def _both(name: str) -> str:
+    """Returns how a setting is given: as a flag or as a variable."""
+    return f"--{name} (KVTURN_LEASE_{name.upper().replace('-', '_')})"

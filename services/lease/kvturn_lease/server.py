@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import TYPE_CHECKING
 
@@ -89,5 +90,6 @@ def _check_address(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        reason = error.strerror or str(error)
+        in_use = "the port is in use; choose another --port, 0 for any free one"
+        reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
         raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import resource
 import socket
 from typing import Final
@@ -148,5 +149,6 @@ def _try_address(host: str, port: int) -> None:
 
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ListenError:
-    reason = "the port is in use" if error.errno == 98 else (error.strerror or str(error))
+    in_use = "the port is in use; choose another, 0 for any free one"
+    reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
     return ListenError(f"cannot listen on {host}:{port}: {reason}")
