@@ -1004,8 +1004,10 @@ def test_a_port_in_use_is_one_clear_line(capfd: pytest.CaptureFixture[str]) -> N
     out, err = capfd.readouterr()
     assert out == ""
     assert err.splitlines() == [
-        f"kvturn lease: cannot listen on 127.0.0.1:{port}: "
-        "the port is in use; choose another --port, 0 for any free one"
+        (
+            f"kvturn lease: cannot listen on 127.0.0.1:{port}: "
+            "the port is in use; choose another --port, 0 for any free one"
+        )
     ]
 
 

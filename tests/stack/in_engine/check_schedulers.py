@@ -93,7 +93,7 @@ class Client:
         self.freed += [Freed(number, reason) for number in self.withdrawn]
 
 
-def scheduler(side: type[Any], client: Client) -> Any:
+def scheduler(side: type[Any], client: Client, plain_attention: bool = True) -> Any:
     """A scheduler side as vLLM would make it."""
     transfer = SimpleNamespace(
         get_from_extra_config=lambda key, default: {"bidirectional_kv_xfer": True}.get(
@@ -122,7 +122,7 @@ def scheduler(side: type[Any], client: Client) -> Any:
         num_prefill_lookahead_tokens=0,
     )
     settings = SimpleNamespace(question_deadline_ns=50_000_000, recompute_threshold_tokens=16)
-    return side(config, "engine", cache, settings, client, True)
+    return side(config, "engine", cache, settings, client, plain_attention)
 
 
 def request(request_id: str, blocks: int, params: Any) -> Request:
@@ -177,6 +177,26 @@ def retaining(pool_blocks: int, sizes: tuple[int, ...]) -> tuple[BlockPool, Any,
     assert [offer.token_count for offer in client.retained] == [n * BLOCK_SIZE for n in sizes]
     assert pool.get_num_free_blocks() == pool_blocks - sum(sizes)
     return pool, decode, client
+
+
+def check_model_without_plain_attention_is_not_reused_and_says_so() -> None:
+    said = {"conversation": "c", "model": "m", "tenant": "", "turn": 2, "lease_id": "a.1.1"}
+    pool, client = BlockPool(POOL_BLOCKS + 1, True, BLOCK_SIZE), Client()
+    decode = scheduler(DecodeScheduler, client, plain_attention=False)
+    decode.bind_gpu_block_pool(pool)
+    one = request("d", 4, {"kvturn": dict(said)})
+    decode.on_new_request(one)
+    finished(pool, decode, one, allocated(pool, decode, one, 4))
+    assert not client.retained
+    assert pool.get_num_free_blocks() == POOL_BLOCKS
+    prefill = scheduler(PrefillScheduler, client, plain_attention=False)
+    two = request("p", 4, {"do_remote_decode": True, "kvturn": dict(said)})
+    prefill.on_new_request(two)
+    assert prefill.get_num_new_matched_tokens(two, 0) == (0, False)
+    allocated(pool, prefill, two, 4)
+    two.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, returned = prefill.request_finished(two, ([1, 2, 3, 4],))
+    assert returned["kvturn"]["verdict"] == "unsupported_model"
 
 
 def check_retentions_give_way_to_a_new_request() -> None:
