@@ -98,7 +98,7 @@ class LeashedProcess:
         """Returns the last line that tells something in the log: the last error, or the last."""
         lines = [line for line in self.tail() if line.strip()]
         errors = [line for line in lines if "Error" in line or "error:" in line]
-        return (errors or lines or [""])[-1].strip()
+        return (errors or lines or ["it said nothing"])[-1].strip()
 
     def tail(self, lines: int = 40) -> list[str]:
         """Returns the last lines of the log."""
