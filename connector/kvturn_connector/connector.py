@@ -8,7 +8,7 @@ per rank). Without `kvturn_lease_endpoint`, or with `bidirectional_kv_xfer: fals
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
@@ -84,10 +84,6 @@ class KvturnConnector(NixlPullConnector):
         if isinstance(self.connector_worker, KvturnWorker):
             return self.connector_worker.worker_metadata()
         return None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """As stock's (0.32)."""
-        return super().get_transfer_results(finished_req_ids)
 
     def reset_cache(self) -> bool | None:
         """Gives up all retentions. False while their release is awaited: call again."""

@@ -121,6 +121,44 @@ def test_reuse_off_reads_nothing_and_retains_nothing(stack: Stack) -> None:
     assert Conversation(stack, "off").resolve().lease_id == ""
 
 
+def whole(stack: Stack, path: str, conversation: str, body: dict[str, Any]) -> tuple[Any, Any]:
+    """One turn through the router, not streamed. Returns the answer and the x-kvturn headers."""
+    request = urllib.request.Request(
+        f"{stack.router_url}{path}",
+        json.dumps({"model": stack.served_model_name, "temperature": 0, **body}).encode(),
+        {"Content-Type": "application/json", "X-Conversation-Id": conversation},
+    )
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return json.load(answer), answer.headers
+
+
+def test_whole_answers_keep_all_that_decode_said(stack: Stack) -> None:
+    """Not streamed: logprobs, finish reason and usage are there, and the second turn reuses."""
+    messages = [{"role": "user", "content": document("whole") + "\nWhat is the capital of France?"}]
+    body = {"messages": messages, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    first, _ = whole(stack, "/v1/chat/completions", "whole", body)
+    choice = first["choices"][0]
+    assert choice["finish_reason"] in ("stop", "length")
+    assert len(choice["logprobs"]["content"][0]["top_logprobs"]) == 2
+    messages += [choice["message"], {"role": "user", "content": "And Italy?"}]
+    second, told = whole(stack, "/v1/chat/completions", "whole", body)
+    reused, local = int(told["x-kvturn-reused-tokens"]), int(told["x-kvturn-local-tokens"])
+    assert reused > 0
+    assert second["usage"]["prompt_tokens"] == int(told["x-kvturn-prompt-tokens"])
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] == reused + local
+
+
+def test_completions_reuse_like_chat(stack: Stack) -> None:
+    """A growing prompt of /v1/completions."""
+    prompt = document("text") + "\nIn short, this text"
+    body = {"prompt": prompt, "max_tokens": 8}
+    first, _ = whole(stack, "/v1/completions", "text", body)
+    body["prompt"] = prompt + first["choices"][0]["text"] + " Furthermore,"
+    _, told = whole(stack, "/v1/completions", "text", body)
+    assert told["x-kvturn-verdict"] in ("reused", "partial_prefix")
+    assert int(told["x-kvturn-reused-tokens"]) > 0
+
+
 def test_grpc_chat_reuses_like_http(stack: Stack) -> None:
     """The same conversation goes on over gRPC."""
     messages = [{"role": "user", "content": document("grpc") + "\nWhat is the capital of France?"}]

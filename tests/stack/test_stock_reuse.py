@@ -45,6 +45,33 @@ def stock(request: pytest.FixtureRequest) -> Iterator[Stack]:
         yield running
 
 
+def test_with_bidirectional_transfer_off_plain_pd_goes_on() -> None:
+    """The switch is off: a lease endpoint changes nothing, nothing is asked, read or retained."""
+    off = {"bidirectional_kv_xfer": False, "kvturn_lease_endpoint": "127.0.0.1:1"}
+    config = StackConfig(
+        run_dir=run_dir(f"{VERSION}-off"),
+        model=MODEL,
+        vllm_python=vllm_python(VERSION),
+        max_model_len=LONGEST_PROMPT_TOKENS,
+        lease=False,
+        traces=False,
+        engines=(
+            EngineConfig("prefill", "prefill-0", prefix_caching=False, connector_config=off),
+            EngineConfig("decode", "decode-0", connector_config=off),
+        ),
+    )
+    messages = [{"role": "user", "content": document("off") + "\nWhat is the capital of France?"}]
+    with Stack(config) as stack:
+        reply, _ = chat(stack, "off", messages)
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "Italy?"}]
+        reply, told = chat(stack, "off", messages)
+        assert reply
+        assert told["verdict"] == "not_offered"
+        logs = "".join(log.read_text() for log in stack.logs.values())
+    assert "kvturn: registered" not in logs
+    assert "kvturn: no session" not in logs
+
+
 def test_growing_history_is_reused_once(stock: Stack) -> None:
     """The second turn reuses; a repeat of it finds the handle used and recomputes."""
     messages = [{"role": "user", "content": document("grow") + "\nWhat is the capital of France?"}]
