@@ -8,6 +8,13 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Outlook(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    OUTLOOK_UNSPECIFIED: _ClassVar[Outlook]
+    OUTLOOK_NORMAL: _ClassVar[Outlook]
+    OUTLOOK_EXPECTED: _ClassVar[Outlook]
+    OUTLOOK_IDLE: _ClassVar[Outlook]
+
 class ReadOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     READ_OUTCOME_UNSPECIFIED: _ClassVar[ReadOutcome]
@@ -15,6 +22,10 @@ class ReadOutcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     READ_OUTCOME_NOT_READ: _ClassVar[ReadOutcome]
     READ_OUTCOME_FAILED: _ClassVar[ReadOutcome]
     READ_OUTCOME_TOO_LONG: _ClassVar[ReadOutcome]
+OUTLOOK_UNSPECIFIED: Outlook
+OUTLOOK_NORMAL: Outlook
+OUTLOOK_EXPECTED: Outlook
+OUTLOOK_IDLE: Outlook
 READ_OUTCOME_UNSPECIFIED: ReadOutcome
 READ_OUTCOME_COMPLETED: ReadOutcome
 READ_OUTCOME_NOT_READ: ReadOutcome
@@ -147,9 +158,21 @@ class Registered(_message.Message):
     heartbeat_interval: _duration_pb2.Duration
     def __init__(self, session_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
+class LeaseOutlook(_message.Message):
+    __slots__ = ("lease_id", "outlook")
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    OUTLOOK_FIELD_NUMBER: _ClassVar[int]
+    lease_id: str
+    outlook: Outlook
+    def __init__(self, lease_id: _Optional[str] = ..., outlook: _Optional[_Union[Outlook, str]] = ...) -> None: ...
+
 class HeartbeatAck(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("reading", "outlooks")
+    READING_FIELD_NUMBER: _ClassVar[int]
+    OUTLOOKS_FIELD_NUMBER: _ClassVar[int]
+    reading: _containers.RepeatedScalarFieldContainer[str]
+    outlooks: _containers.RepeatedCompositeFieldContainer[LeaseOutlook]
+    def __init__(self, reading: _Optional[_Iterable[str]] = ..., outlooks: _Optional[_Iterable[_Union[LeaseOutlook, _Mapping]]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("lease_id", "reason")

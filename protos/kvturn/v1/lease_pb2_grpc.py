@@ -28,8 +28,11 @@ if _version_not_supported:
 class LeaseServiceStub(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     def __init__(self, channel):
@@ -98,8 +101,11 @@ class LeaseServiceStub(object):
 class LeaseServiceServicer(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     def EngineSession(self, request_iterator, context):
@@ -108,7 +114,7 @@ class LeaseServiceServicer(object):
         TTL; a session that ended never comes back.
         Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
         (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
-        SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit), UNAVAILABLE (not the leader).
+        SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -153,7 +159,9 @@ class LeaseServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def KeepConversationAlive(self, request, context):
-        """Keeps a conversation's retention from becoming idle for a while longer.
+        """A client says that it will be back, as a heartbeat or once before a longer
+        absence: the conversation becomes idle when that time is over, not before
+        and not after.
         Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -269,8 +277,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
 class LeaseService(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     @staticmethod

@@ -27,8 +27,11 @@ class _ServicerContext(grpc.ServicerContext, grpc.aio.ServicerContext):  # type:
 class LeaseServiceStub:
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     def __init__(self, channel: typing.Union[grpc.Channel, grpc.aio.Channel]) -> None: ...
@@ -41,7 +44,7 @@ class LeaseServiceStub:
     TTL; a session that ended never comes back.
     Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
     (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
-    SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit), UNAVAILABLE (not the leader).
+    SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
     """
 
     ResolveConversation: grpc.UnaryUnaryMultiCallable[
@@ -86,7 +89,9 @@ class LeaseServiceStub:
         kvturn.v1.lease_pb2.KeepConversationAliveRequest,
         kvturn.v1.lease_pb2.KeepConversationAliveResponse,
     ]
-    """Keeps a conversation's retention from becoming idle for a while longer.
+    """A client says that it will be back, as a heartbeat or once before a longer
+    absence: the conversation becomes idle when that time is over, not before
+    and not after.
     Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
     """
 
@@ -133,8 +138,11 @@ class LeaseServiceStub:
 class LeaseServiceAsyncStub:
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     EngineSession: grpc.aio.StreamStreamMultiCallable[
@@ -146,7 +154,7 @@ class LeaseServiceAsyncStub:
     TTL; a session that ended never comes back.
     Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
     (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
-    SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit), UNAVAILABLE (not the leader).
+    SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
     """
 
     ResolveConversation: grpc.aio.UnaryUnaryMultiCallable[
@@ -191,7 +199,9 @@ class LeaseServiceAsyncStub:
         kvturn.v1.lease_pb2.KeepConversationAliveRequest,
         kvturn.v1.lease_pb2.KeepConversationAliveResponse,
     ]
-    """Keeps a conversation's retention from becoming idle for a while longer.
+    """A client says that it will be back, as a heartbeat or once before a longer
+    absence: the conversation becomes idle when that time is over, not before
+    and not after.
     Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
     """
 
@@ -238,8 +248,11 @@ class LeaseServiceAsyncStub:
 class LeaseServiceServicer(metaclass=abc.ABCMeta):
     """Grants, renews and ends leases on KV that decode engines retain.
 
-    Unary errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item
-    failures on a stream are fields of the reply, never stream errors.
+    Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
+    on a stream are fields of the reply, never stream errors. Every method also
+    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    "leader" = HOST:PORT if known), where no leader can be known because the
+    store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
 
     @abc.abstractmethod
@@ -253,7 +266,7 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         TTL; a session that ended never comes back.
         Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
         (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
-        SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit), UNAVAILABLE (not the leader).
+        SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
         """
 
     @abc.abstractmethod
@@ -308,7 +321,9 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         request: kvturn.v1.lease_pb2.KeepConversationAliveRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvturn.v1.lease_pb2.KeepConversationAliveResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.KeepConversationAliveResponse]]:
-        """Keeps a conversation's retention from becoming idle for a while longer.
+        """A client says that it will be back, as a heartbeat or once before a longer
+        absence: the conversation becomes idle when that time is over, not before
+        and not after.
         Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
         """
 

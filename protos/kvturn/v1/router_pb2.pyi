@@ -92,3 +92,19 @@ class RouterServiceEndConversationResponse(_message.Message):
     LEASES_ENDED_FIELD_NUMBER: _ClassVar[int]
     leases_ended: int
     def __init__(self, leases_ended: _Optional[int] = ...) -> None: ...
+
+class RouterServiceKeepConversationAliveRequest(_message.Message):
+    __slots__ = ("conversation_id", "model", "absence")
+    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ABSENCE_FIELD_NUMBER: _ClassVar[int]
+    conversation_id: str
+    model: str
+    absence: _duration_pb2.Duration
+    def __init__(self, conversation_id: _Optional[str] = ..., model: _Optional[str] = ..., absence: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class RouterServiceKeepConversationAliveResponse(_message.Message):
+    __slots__ = ("kept",)
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    kept: _duration_pb2.Duration
+    def __init__(self, kept: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...

@@ -58,6 +58,11 @@ class RouterServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationResponse.FromString,
                 _registered_method=True)
+        self.KeepConversationAlive = channel.unary_unary(
+                '/kvturn.v1.RouterService/KeepConversationAlive',
+                request_serializer=kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveResponse.FromString,
+                _registered_method=True)
 
 
 class RouterServiceServicer(object):
@@ -101,6 +106,16 @@ class RouterServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def KeepConversationAlive(self, request, context):
+        """Says that the client will be back: its KV is kept until then and freed
+        right after, unless there is another sign of life.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND), UNIMPLEMENTED
+        (no lease service is configured), UNAVAILABLE (lease service).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_RouterServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +138,11 @@ def add_RouterServiceServicer_to_server(servicer, server):
                     servicer.EndConversation,
                     request_deserializer=kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationResponse.SerializeToString,
+            ),
+            'KeepConversationAlive': grpc.unary_unary_rpc_method_handler(
+                    servicer.KeepConversationAlive,
+                    request_deserializer=kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -237,6 +257,33 @@ class RouterService(object):
             '/kvturn.v1.RouterService/EndConversation',
             kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationRequest.SerializeToString,
             kvturn_dot_v1_dot_router__pb2.RouterServiceEndConversationResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def KeepConversationAlive(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvturn.v1.RouterService/KeepConversationAlive',
+            kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveRequest.SerializeToString,
+            kvturn_dot_v1_dot_router__pb2.RouterServiceKeepConversationAliveResponse.FromString,
             options,
             channel_credentials,
             insecure,

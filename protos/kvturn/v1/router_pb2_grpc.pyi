@@ -61,6 +61,16 @@ class RouterServiceStub:
     Errors: INVALID_ARGUMENT, UNAVAILABLE (lease service).
     """
 
+    KeepConversationAlive: grpc.UnaryUnaryMultiCallable[
+        kvturn.v1.router_pb2.RouterServiceKeepConversationAliveRequest,
+        kvturn.v1.router_pb2.RouterServiceKeepConversationAliveResponse,
+    ]
+    """Says that the client will be back: its KV is kept until then and freed
+    right after, unless there is another sign of life.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND), UNIMPLEMENTED
+    (no lease service is configured), UNAVAILABLE (lease service).
+    """
+
 class RouterServiceAsyncStub:
     """Serves chat turns through prefill and decode engines.
 
@@ -100,6 +110,16 @@ class RouterServiceAsyncStub:
     ]
     """Ends a conversation; its KV is freed at once. Idempotent.
     Errors: INVALID_ARGUMENT, UNAVAILABLE (lease service).
+    """
+
+    KeepConversationAlive: grpc.aio.UnaryUnaryMultiCallable[
+        kvturn.v1.router_pb2.RouterServiceKeepConversationAliveRequest,
+        kvturn.v1.router_pb2.RouterServiceKeepConversationAliveResponse,
+    ]
+    """Says that the client will be back: its KV is kept until then and freed
+    right after, unless there is another sign of life.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND), UNIMPLEMENTED
+    (no lease service is configured), UNAVAILABLE (lease service).
     """
 
 class RouterServiceServicer(metaclass=abc.ABCMeta):
@@ -149,6 +169,18 @@ class RouterServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvturn.v1.router_pb2.RouterServiceEndConversationResponse, collections.abc.Awaitable[kvturn.v1.router_pb2.RouterServiceEndConversationResponse]]:
         """Ends a conversation; its KV is freed at once. Idempotent.
         Errors: INVALID_ARGUMENT, UNAVAILABLE (lease service).
+        """
+
+    @abc.abstractmethod
+    def KeepConversationAlive(
+        self,
+        request: kvturn.v1.router_pb2.RouterServiceKeepConversationAliveRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvturn.v1.router_pb2.RouterServiceKeepConversationAliveResponse, collections.abc.Awaitable[kvturn.v1.router_pb2.RouterServiceKeepConversationAliveResponse]]:
+        """Says that the client will be back: its KV is kept until then and freed
+        right after, unless there is another sign of life.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND), UNIMPLEMENTED
+        (no lease service is configured), UNAVAILABLE (lease service).
         """
 
 def add_RouterServiceServicer_to_server(servicer: RouterServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...
