@@ -85,7 +85,7 @@ def test_granted_read_is_posted_and_ended() -> None:
     reader = make()
     ask(reader)
     assert reader.decide("r", 0, START_NS + MS) is None
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     read = decided(reader)
     assert read.state is State.GRANTED
     assert read.answer is not None
@@ -117,7 +117,7 @@ def test_decision_can_be_asked_for_again_until_it_is_posted() -> None:
     """No free blocks this step: the scheduler asks again, with another local hit perhaps."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     for local_tokens in (0, 128, 0):
         assert decided(reader, local_tokens).state is State.GRANTED
     assert ends(reader) == []
@@ -127,7 +127,7 @@ def test_local_hit_shortens_the_read() -> None:
     """Only what prefill does not hold itself is read; the rest counts as local."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     assert decided(reader, local_tokens=128).state is State.GRANTED
     reader.posted("r", 172, unix_ns=1)
     reader.ended("r", COMPLETED, 1, 1)
@@ -151,7 +151,7 @@ def test_refusal_is_the_verdict_and_ends_nothing(verdict: int) -> None:
     """An EndRead here would end the read of the request that has the lease."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", refusal(verdict))
+    reader.answered("r", "l", START_NS, refusal(verdict))
     read = decided(reader)
     assert (read.state, read.verdict, read.reused_tokens) == (State.ENDED, verdict, 0)
     assert ends(reader) == []
@@ -179,7 +179,7 @@ def test_unanswered_question_never_ends_another_reader_of_the_lease() -> None:
     for request_id in ("deadline", "failed", "aborted"):
         ask(reader, request_id=request_id)
     reader.decide("deadline", 0, START_NS + QUESTION_NS)
-    reader.unanswered("failed", common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
+    reader.unanswered("failed", START_NS, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
     for request_id in ("deadline", "failed", "aborted"):
         reader.gone(request_id)
     assert ends(reader) == []
@@ -191,7 +191,7 @@ def test_late_grant_is_given_back() -> None:
     reader = make()
     ask(reader)
     decided(reader, now_ns=START_NS + QUESTION_NS)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     assert ends(reader) == [("l", NOT_READ)]
     assert decided(reader).verdict == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
     gone(reader)
@@ -202,7 +202,7 @@ def test_grant_for_a_request_that_is_gone_is_given_back() -> None:
     reader = make()
     ask(reader)
     gone(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     assert ends(reader) == [("l", NOT_READ)]
     assert len(reader) == 0
 
@@ -212,8 +212,8 @@ def test_refusal_for_a_request_that_is_gone_changes_nothing() -> None:
     reader = make()
     ask(reader)
     gone(reader)
-    reader.answered("r", "l", refusal(common_pb2.VERDICT_CONSUMED))
-    reader.unanswered("r", common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
+    reader.answered("r", "l", START_NS, refusal(common_pb2.VERDICT_CONSUMED))
+    reader.unanswered("r", START_NS, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
     assert ends(reader) == []
 
 
@@ -221,16 +221,33 @@ def test_answer_about_another_lease_is_given_back() -> None:
     """A request id came again with another lease; the old answer is not about it."""
     reader = make()
     ask(reader, lease="new")
-    reader.answered("r", "old", grant())
+    reader.answered("r", "old", START_NS, grant())
     assert ends(reader) == [("old", NOT_READ)]
     assert reader.decide("r", 0, START_NS + MS) is None
+
+
+def test_answer_to_an_earlier_question_is_given_back() -> None:
+    """The router sent the same request id and lease again while the first question was out.
+
+    The time for a read counts from the question that was granted, and that was the first one.
+    """
+    reader = make()
+    ask(reader)
+    reader.gone("r")
+    reader.ask("r", "l", 400, "", START_NS + READ_NS - MS)
+    reader.unanswered("r", START_NS, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
+    reader.answered("r", "l", START_NS, grant())
+    assert ends(reader) == [("l", NOT_READ)]
+    assert reader.decide("r", 0, START_NS + READ_NS) is None
+    reader.answered("r", "l", START_NS + READ_NS - MS, refusal(common_pb2.VERDICT_CONSUMED))
+    assert decided(reader, now_ns=START_NS + READ_NS).verdict == common_pb2.VERDICT_CONSUMED
 
 
 def test_failed_question_is_the_verdict_given() -> None:
     """The connection was refused: no need to wait for the deadline."""
     reader = make()
     ask(reader)
-    reader.unanswered("r", common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
+    reader.unanswered("r", START_NS, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
     read = decided(reader)
     assert read.verdict == common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
     gone(reader)
@@ -240,8 +257,8 @@ def test_failure_after_the_answer_changes_nothing() -> None:
     """Answers and failures of one question cannot both count."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
-    reader.unanswered("r", common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
+    reader.answered("r", "l", START_NS, grant())
+    reader.unanswered("r", START_NS, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
     assert decided(reader).state is State.GRANTED
 
 
@@ -249,7 +266,7 @@ def test_time_that_is_up_before_posting_recomputes() -> None:
     """R counts from when the question was sent, not from its answer."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     assert decided(reader, now_ns=START_NS + READ_NS - 1).state is State.GRANTED
     read = decided(reader, now_ns=START_NS + READ_NS)
     assert (read.state, read.verdict) == (State.ENDED, common_pb2.VERDICT_READ_TOO_LONG)
@@ -274,7 +291,7 @@ def test_grant_that_is_not_worth_reading_is_given_back(
     """Mismatch, too few tokens (also because prefill holds them itself), not the whole."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", answer)
+    reader.answered("r", "l", START_NS, answer)
     read = decided(reader, local_tokens)
     assert (read.state, read.verdict, read.reused_tokens) == (State.ENDED, verdict, 0)
     assert ends(reader) == [("l", NOT_READ)]
@@ -295,7 +312,7 @@ def test_grant_at_the_threshold_is_read(answer: Answer, local_tokens: int) -> No
     """Exactly `threshold_tokens` left to read; or whole, where only whole will do."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", answer)
+    reader.answered("r", "l", START_NS, answer)
     assert decided(reader, local_tokens).state is State.GRANTED
 
 
@@ -303,7 +320,7 @@ def test_threshold_of_zero_still_needs_a_token_to_read() -> None:
     """A read of nothing would be a read that never ends."""
     reader = Reader(QUESTION_NS, threshold_tokens=0, block_size=BLOCK_SIZE)
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     assert decided(reader, local_tokens=299).state is State.GRANTED
     assert decided(reader, local_tokens=300).verdict == common_pb2.VERDICT_BELOW_THRESHOLD
 
@@ -312,7 +329,7 @@ def test_declined_read_is_given_back() -> None:
     """The scheduler found nothing left to read after all."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     decided(reader)
     reader.decline("r", common_pb2.VERDICT_BELOW_THRESHOLD)
     assert ends(reader) == [("l", NOT_READ)]
@@ -334,7 +351,7 @@ def test_transfer_that_did_not_complete_reuses_nothing(
     """The turn recomputes; the lease service learns how the read ended."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     decided(reader)
     reader.posted("r", 300, unix_ns=1)
     reader.ended("r", outcome, 5, 0)
@@ -349,7 +366,7 @@ def test_granted_read_of_a_request_that_goes_away_is_given_back() -> None:
     """Aborted before anything was posted."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     decided(reader)
     reader.gone("r")
     assert ends(reader) == [("l", NOT_READ)]
@@ -364,7 +381,7 @@ def test_abort_waits_for_the_posted_transfer(outcome: lease_pb2.ReadOutcome) -> 
     """
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     decided(reader)
     reader.posted("r", 300, unix_ns=1)
     reader.gone("r")
@@ -380,7 +397,7 @@ def test_end_that_is_told_twice_counts_once() -> None:
     """Also for a request that is gone."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant())
+    reader.answered("r", "l", START_NS, grant())
     reader.ended("r", COMPLETED, 1, 1)
     assert ends(reader) == []
     reader.posted("r", 300, unix_ns=1)
@@ -397,7 +414,7 @@ def test_ends_are_handed_out_once() -> None:
     """Each becomes one call."""
     reader = make()
     ask(reader)
-    reader.answered("r", "l", grant(common_tokens=0))
+    reader.answered("r", "l", START_NS, grant(common_tokens=0))
     decided(reader)
     assert ends(reader) == [("l", NOT_READ)]
     assert ends(reader) == []
@@ -425,7 +442,7 @@ def test_reused_means_all_that_could_match(
     """Up to the last digest point that lies within both; less is a partial prefix."""
     reader = make()
     ask(reader, prompt_tokens)
-    reader.answered("r", "l", grant(common_tokens, token_count))
+    reader.answered("r", "l", START_NS, grant(common_tokens, token_count))
     assert decided(reader).verdict == verdict
 
 
@@ -482,7 +499,7 @@ class ReaderAgainstModel(RuleBasedStateMachine):
         self.request_arrives()
         one = self.seen[request_id]
         one.answered = one.granted = one.posted = True
-        self.reader.answered(request_id, one.lease_id, grant())
+        self.reader.answered(request_id, one.lease_id, one.asked_ns, grant())
         read = self.reader.decide(request_id, 0, self.now_ns)
         assert read is not None
         self.reader.posted(request_id, 300, unix_ns=1)
@@ -494,7 +511,7 @@ class ReaderAgainstModel(RuleBasedStateMachine):
         if not one.answered:
             one.answered = one.granted = True
             answer = grant(common, whole_only=whole_only)
-            self.reader.answered(request_id, one.lease_id, answer)
+            self.reader.answered(request_id, one.lease_id, one.asked_ns, answer)
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), failed=st.booleans())
@@ -504,9 +521,9 @@ class ReaderAgainstModel(RuleBasedStateMachine):
             one.answered = True
             verdict = common_pb2.VERDICT_CONSUMED
             if failed:
-                self.reader.unanswered(request_id, verdict)
+                self.reader.unanswered(request_id, one.asked_ns, verdict)
             else:
-                self.reader.answered(request_id, one.lease_id, refusal(verdict))
+                self.reader.answered(request_id, one.lease_id, one.asked_ns, refusal(verdict))
 
     @precondition(lambda self: self.seen)
     @rule(data=st.data(), local=st.sampled_from([0, 128, 256, 384]), has_blocks=st.booleans())
@@ -595,6 +612,6 @@ def test_blocks_of_another_size_are_not_read() -> None:
     ask(reader)
     answer = grant()
     answer.retention.block_size = BLOCK_SIZE // 8
-    reader.answered("r", "l", answer)
+    reader.answered("r", "l", START_NS, answer)
     assert decided(reader).verdict == common_pb2.VERDICT_UNSUPPORTED_MODEL
     assert [end.request.outcome for end in reader.take_ends()] == [NOT_READ]

@@ -82,6 +82,8 @@ class Question:
     prompt_ids: Sequence[int]
     scope: Scope
     traceparent: str
+    asked_ns: int = 0
+    """When it was asked; an answer is taken only for the question of that instant."""
 
 
 class LeaseClient:

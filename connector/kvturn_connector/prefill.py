@@ -157,12 +157,13 @@ class PrefillScheduler(LeasedScheduler):
             return
         if not turn.lease_id:
             return
+        asked_ns = boottime_ns()
         self._reader.ask(
             request.request_id,
             turn.lease_id,
             request.num_prompt_tokens,
             turn.traceparent,
-            boottime_ns(),
+            asked_ns,
         )
         self._client.ask(
             Question(
@@ -172,15 +173,17 @@ class PrefillScheduler(LeasedScheduler):
                 prompt_ids=request.prompt_token_ids,
                 scope=scope_of(request, turn.conversation, self._model),
                 traceparent=turn.traceparent,
+                asked_ns=asked_ns,
             )
         )
 
     def _take_answers(self) -> None:
         for question, answer in self._client.take_answers():
+            request_id, asked_ns = question.request_id, question.asked_ns
             if isinstance(answer, int):
-                self._reader.unanswered(question.request_id, answer)
+                self._reader.unanswered(request_id, asked_ns, answer)
             else:
-                self._reader.answered(question.request_id, question.lease_id, answer)
+                self._reader.answered(request_id, question.lease_id, asked_ns, answer)
         self._send_ends()
 
     def _send_ends(self) -> None:

@@ -119,10 +119,14 @@ class Reader:
         """Notes that BeginRead is about to be sent. `now_ns` is stamped before sending."""
         self._reads[request_id] = Read(request_id, lease_id, prompt_tokens, now_ns, traceparent)
 
-    def answered(self, request_id: str, lease_id: str, answer: Answer) -> None:
-        """Takes BeginRead's answer; one that nobody waits for any more is given back."""
-        read = self._reads.get(request_id)
-        if read is None or read.state is not State.ASKED or read.lease_id != lease_id:
+    def answered(self, request_id: str, lease_id: str, asked_ns: int, answer: Answer) -> None:
+        """Takes the answer to the BeginRead of `asked_ns`.
+
+        One that nobody waits for any more is given back, also if its request id, and even its
+        lease, has come again: the time for a read counts from the question that was granted.
+        """
+        read = self._waiting(request_id, asked_ns)
+        if read is None or read.lease_id != lease_id:
             if answer.granted:
                 self._ends.append(_not_read(lease_id))
             return
@@ -132,10 +136,10 @@ class Reader:
         else:
             self._end(read, answer.verdict)
 
-    def unanswered(self, request_id: str, verdict: int) -> None:
-        """BeginRead failed. If the lease was granted all the same, its read ends by itself."""
-        read = self._reads.get(request_id)
-        if read is not None and read.state is State.ASKED:
+    def unanswered(self, request_id: str, asked_ns: int, verdict: int) -> None:
+        """That BeginRead failed. If the lease was granted all the same, its read ends by itself."""
+        read = self._waiting(request_id, asked_ns)
+        if read is not None:
             self._end(read, verdict)
 
     def decide(self, request_id: str, local_tokens: int, now_ns: int) -> Read | None:
@@ -223,6 +227,12 @@ class Reader:
         """Hands out, once, the EndReads to send."""
         ends, self._ends = self._ends, []
         return iter(ends)
+
+    def _waiting(self, request_id: str, asked_ns: int) -> Read | None:
+        read = self._reads.get(request_id)
+        if read is None or read.state is not State.ASKED or read.asked_ns != asked_ns:
+            return None
+        return read
 
     def _refusal(self, read: Read, local_tokens: int, now_ns: int) -> int | None:
         answer = read.answer
