@@ -1,9 +1,9 @@
 """Worker side of the connector, one per rank. Touches vLLM and NIXL; see ARCHITECTURE.md.
 
-On prefill it makes a D->P read safe: it refuses to post one whose time is up (saves work), and
-after a read has completed it looks at the clock again and discards what came too late (the safety
-rule: nothing can stop a one-sided read that was posted late). On decode it counts read-completion
-notices, which name the lease and never a request.
+On prefill it makes a D->P read safe: it refuses to post one that cannot be in time (saves work),
+and after a read has completed it looks at the clock again and discards what came too late (the
+safety rule: nothing can stop a one-sided read that was posted late). On decode it counts
+read-completion notices, which name the lease and never a request.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from kvturn.v1 import lease_pb2
 from kvturn_connector.handle import NOTICE_PREFIX
 from kvturn_connector.lease_client import boottime_ns
+from kvturn_connector.pace import ReadPace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -87,6 +88,14 @@ class ReadLimit:
     def over(self, now_ns: int, here: str) -> bool:
         """True if the read must not be used. A rank on another machine cannot tell: True."""
         return here != self.boot_id or now_ns > self.asked_ns + self.longest_read_ns
+
+    def too_late_to_post(self, now_ns: int, here: str, expected_ns: int) -> bool:
+        """True if a read that takes `expected_ns` would not be in time.
+
+        However slow the last reads were, the first half of the time may be tried: else nothing
+        would ever be learned again.
+        """
+        return self.over(now_ns + min(expected_ns, self.longest_read_ns // 2), here)
 
 
 @dataclass(slots=True)
@@ -205,7 +214,9 @@ class KvturnWorker(NixlPullConnectorWorker):
         self.nixl_wrapper: Any = self._tap
         self._boot_id = boot_id()
         self._limits: dict[str, ReadLimit] = {}
+        self._pace = ReadPace()
         self._posted_ns: dict[str, int] = {}
+        self._posted_blocks: dict[str, int] = {}
         self._bytes: dict[str, int] = {}
         self._outcomes: dict[str, lease_pb2.ReadOutcome] = {}
         self._ended: dict[str, RankRead] = {}
@@ -236,8 +247,11 @@ class KvturnWorker(NixlPullConnectorWorker):
 
     def _read_blocks_for_req(self, req_id: str, meta: ReqMeta) -> None:
         limit = self._limits.get(req_id)
-        if limit is not None and limit.over(boottime_ns(), self._boot_id):
-            logger.warning("kvturn: not posting the read of %s: its time is up", req_id)
+        blocks = sum(len(group) for group in meta.local_block_ids)
+        if limit is not None and limit.too_late_to_post(
+            boottime_ns(), self._boot_id, self._pace.expected_ns(blocks)
+        ):
+            logger.warning("kvturn: not posting the read of %s: it would come too late", req_id)
             self._outcomes[req_id] = lease_pb2.READ_OUTCOME_TOO_LONG
             self._fail_unposted(req_id)
             return
@@ -246,6 +260,7 @@ class KvturnWorker(NixlPullConnectorWorker):
         super()._read_blocks_for_req(req_id, meta)
         if limit is not None and self._recving_transfers.get(req_id):
             self._posted_ns[req_id] = now_ns
+            self._posted_blocks[req_id] = blocks
 
     def _pop_done_transfers(self, transfers: dict[str, list[Any]]) -> Any:
         ours = {
@@ -290,9 +305,13 @@ class KvturnWorker(NixlPullConnectorWorker):
         for req_id in finished:
             if self._limits.pop(req_id, None) is None:
                 continue
-            posted_ns = self._posted_ns.pop(req_id, now_ns)
+            read_ns = now_ns - self._posted_ns.pop(req_id, now_ns)
+            blocks = self._posted_blocks.pop(req_id, 0)
+            outcome = self._outcomes.pop(req_id, lease_pb2.READ_OUTCOME_COMPLETED)
+            if blocks and outcome != lease_pb2.READ_OUTCOME_FAILED:
+                self._pace.learn(blocks, read_ns)
             self._ended[req_id] = RankRead(
-                outcome=self._outcomes.pop(req_id, lease_pb2.READ_OUTCOME_COMPLETED),
-                read_ns=now_ns - posted_ns,
+                outcome=outcome,
+                read_ns=read_ns,
                 read_bytes=self._bytes.pop(req_id, 0),
             )

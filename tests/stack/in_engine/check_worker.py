@@ -19,6 +19,7 @@ from kvturn_connector.config import ConfigError
 from kvturn_connector.connector import _check
 from kvturn_connector.handle import notice_name
 from kvturn_connector.lease_client import boottime_ns
+from kvturn_connector.pace import ReadPace
 from kvturn_connector.worker import (
     KvturnWorker,
     KvturnWorkerMetadata,
@@ -70,6 +71,7 @@ def worker_with_read(asked_ns: int, here: str) -> tuple[KvturnWorker, Agent]:
     worker._boot_id = boot_id()
     worker._limits = {"r": ReadLimit(asked_ns, LONGEST_READ_NS, here)}
     worker._posted_ns, worker._bytes, worker._outcomes = {"r": boottime_ns()}, {}, {}
+    worker._posted_blocks, worker._pace = {"r": 2}, ReadPace()
     worker._ended = {}
     remote = RemoteMeta(([1, 2],), "127.0.0.1", 1, "engine", "kvturn:a.1.1")
     worker._recving_metadata = {"r": ReqMeta(([7, 8],), ([7, 8],), tp_size=1, remote=remote)}
@@ -132,6 +134,28 @@ def check_read_whose_time_is_up_is_not_posted() -> None:
     worker._read_blocks_for_req("r", worker._recving_metadata["r"])
     assert not worker._recving_transfers, "posted"
     assert worker._outcomes == {"r": lease_pb2.READ_OUTCOME_TOO_LONG}
+
+
+def check_read_that_cannot_be_in_time_is_not_posted() -> None:
+    left_ns = LONGEST_READ_NS // 4
+    worker, _ = worker_with_read(boottime_ns() - LONGEST_READ_NS + left_ns, boot_id())
+    worker._recving_transfers.clear()
+    worker._pace.learn(1, left_ns)  # The read at hand has two blocks.
+    worker._read_blocks_for_req("r", worker._recving_metadata["r"])
+    assert worker._outcomes == {"r": lease_pb2.READ_OUTCOME_TOO_LONG}
+    limit = ReadLimit(0, LONGEST_READ_NS, boot_id())
+    assert not limit.too_late_to_post(LONGEST_READ_NS // 3, boot_id(), 10 * LONGEST_READ_NS)
+
+
+def check_ended_reads_are_learned_from() -> None:
+    worker, _ = worker_with_read(boottime_ns(), boot_id())
+    finish(worker)
+    assert worker._pace.expected_ns(2) > 0
+    assert not worker._posted_blocks
+    worker, agent = worker_with_read(boottime_ns(), boot_id())
+    agent.state = "ERR"
+    finish(worker)
+    assert worker._pace.expected_ns(2) == 0, "a failed read says nothing about the pace"
 
 
 def check_notices_name_leases_and_are_counted_over_readers() -> None:
