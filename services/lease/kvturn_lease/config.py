@@ -11,8 +11,11 @@ import argparse
 import logging
 import math
 from dataclasses import dataclass, field
+from enum import StrEnum
 from fractions import Fraction
 from typing import TYPE_CHECKING, NoReturn
+
+from kvturn_lease.usage import Limits
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -23,6 +26,8 @@ _MILLISECOND_NS = 1_000_000
 CLOCK_DRIFT = Fraction(1, 100)
 """rho: bound on the drift of any machine's clock."""
 
+_SESSION_TTL_MAX_NS = 3600 * _SECOND_NS
+_LONGEST_READ_MAX_NS = 600 * _SECOND_NS
 _SPAN_MAX_NS = 7 * 24 * 3600 * _SECOND_NS
 _COUNT_MAX = 100_000_000
 
@@ -37,6 +42,17 @@ def stretched_ns(span_ns: int) -> int:
     Whoever waits K times a span by its own clock has waited at least the span by any other's.
     """
     return math.ceil(span_ns * (1 + CLOCK_DRIFT) / (1 - CLOCK_DRIFT))
+
+
+class Policy(StrEnum):
+    """What ends the retention of a conversation that nobody ended and nobody read."""
+
+    IDLE = "idle"
+    """No sign of life for the idle time, or past what the client said."""
+    PRESSURE = "pressure"
+    """Only that its engine needs memory, the idle ones first; or the longest hold."""
+    FIXED_TTL = "fixed-ttl"
+    """A fixed time from its grant, whatever its conversation does; for comparison."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +73,28 @@ class LessorConfig:
     """A conversation without sign of life for this long gives up its retention."""
     max_hold_ns: int = 480 * _SECOND_NS
     """Longest hold of one retention, and longest absence a client may declare."""
+    policy: Policy = Policy.IDLE
+    """What ends a retention that nobody ended and nobody read."""
+    fixed_ttl_ns: int = 480 * _SECOND_NS
+    """Hold of each retention under the policy fixed-ttl. At most the longest hold."""
     leases_max: int = 200_000
     """Leases in all, those of engines that are away included."""
     leases_per_engine_max: int = 20_000
-    """Leases of one engine."""
+    """Leases of one engine, those that wait for their release included."""
+    blocks_per_engine_max: int = 4_000_000
+    """Blocks under leases of one engine."""
+    tokens_per_engine_max: int = 100_000_000
+    """Tokens under leases of one engine."""
+    leases_per_tenant_max: int = 200_000
+    """Leases of one tenant that have not ended; a conversation has one."""
+    blocks_per_tenant_max: int = 100_000_000
+    """Blocks under leases of one tenant that have not ended."""
+    tokens_per_tenant_max: int = 1_000_000_000
+    """Tokens under leases of one tenant that have not ended."""
     blocks_per_lease_max: int = 262_144
     """Blocks of one retention, over all KV cache groups."""
+    tokens_per_lease_max: int = 16_777_216
+    """Tokens of one retention."""
     engines_max: int = 2_000
     """Engines with a session."""
     engines_away_max: int = 8_000
@@ -83,6 +115,25 @@ class LessorConfig:
         return stretched_ns(self.session_ttl_ns + self.longest_read_ns)
 
     @property
+    def engine_limits(self) -> Limits:
+        """Most that one engine may have under leases."""
+        return Limits(
+            self.leases_per_engine_max, self.blocks_per_engine_max, self.tokens_per_engine_max
+        )
+
+    @property
+    def tenant_limits(self) -> Limits:
+        """Most that one tenant may have under leases that have not ended."""
+        return Limits(
+            self.leases_per_tenant_max, self.blocks_per_tenant_max, self.tokens_per_tenant_max
+        )
+
+    @property
+    def hold_ns(self) -> int:
+        """How long a retention is held at most under the policy."""
+        return self.fixed_ttl_ns if self.policy == Policy.FIXED_TTL else self.max_hold_ns
+
+    @property
     def away_memory_ns(self) -> int:
         """How long the leases of an engine that went away are remembered."""
         return self.max_hold_ns + self.inherit_bound_ns
@@ -101,7 +152,19 @@ class LessorConfig:
             f"{self.read_margin_ns / _SECOND_NS:g} s; raise --longest-read "
             "or lower --question-deadline",
         )
+        _check(
+            self.session_ttl_ns <= _SESSION_TTL_MAX_NS,
+            f"session-ttl must be at most {_SESSION_TTL_MAX_NS // _SECOND_NS} seconds",
+        )
+        _check(
+            self.longest_read_ns <= _LONGEST_READ_MAX_NS,
+            f"longest-read must be at most {_LONGEST_READ_MAX_NS // _SECOND_NS} seconds",
+        )
         _check(self.idle_ns > 0, "idle must be above 0")
+        _check(
+            0 < self.fixed_ttl_ns <= self.max_hold_ns or self.policy != Policy.FIXED_TTL,
+            "fixed-ttl must be at most max-hold; lower --fixed-ttl or raise --max-hold",
+        )
         _check(
             self.max_hold_ns >= self.idle_ns,
             "max-hold must be at least idle; raise --max-hold or lower --idle",
@@ -164,9 +227,19 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.seconds("question-deadline", core.question_deadline_ns, "how long readers wait for us")
     parser.seconds("idle", core.idle_ns, "silence after which a conversation is idle")
     parser.seconds("max-hold", core.max_hold_ns, "longest hold of one retention")
+    parser.text("policy", core.policy, "what ends retentions: idle, pressure or fixed-ttl")
+    parser.seconds("fixed-ttl", core.fixed_ttl_ns, "hold under --policy fixed-ttl")
     parser.count("leases", core.leases_max, "leases in all")
     parser.count("leases-per-engine", core.leases_per_engine_max, "leases of one engine")
+    for holder, limits in (("engine", core.engine_limits), ("tenant", core.tenant_limits)):
+        if holder == "tenant":
+            parser.count("leases-per-tenant", limits.leases, "leases of one tenant")
+        parser.count(f"blocks-per-{holder}", limits.blocks, f"blocks leased of one {holder}")
+        parser.count(
+            f"tokens-per-{holder}", limits.tokens, f"tokens leased of one {holder}", most=10**12
+        )
     parser.count("blocks-per-lease", core.blocks_per_lease_max, "blocks of one lease")
+    parser.count("tokens-per-lease", core.tokens_per_lease_max, "tokens of one lease")
     parser.count("engines", core.engines_max, "engines with a session")
     parser.count("conversations", core.conversations_max, "conversations remembered without lease")
     parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
@@ -179,6 +252,8 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         isinstance(logging.getLevelName(log_level), int),
         "log-level must be DEBUG, INFO, WARNING or ERROR",
     )
+    policy = str(values["policy"])
+    _check(policy in list(Policy), f"policy must be {', '.join(Policy)}")
     engines_max = int(values["engines"])
     return LeaseConfig(
         host=str(values["host"]),
@@ -190,9 +265,17 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
             question_deadline_ns=int(values["question-deadline"]),
             idle_ns=int(values["idle"]),
             max_hold_ns=int(values["max-hold"]),
+            policy=Policy(policy),
+            fixed_ttl_ns=int(values["fixed-ttl"]),
             leases_max=int(values["leases"]),
             leases_per_engine_max=int(values["leases-per-engine"]),
+            blocks_per_engine_max=int(values["blocks-per-engine"]),
+            tokens_per_engine_max=int(values["tokens-per-engine"]),
+            leases_per_tenant_max=int(values["leases-per-tenant"]),
+            blocks_per_tenant_max=int(values["blocks-per-tenant"]),
+            tokens_per_tenant_max=int(values["tokens-per-tenant"]),
             blocks_per_lease_max=int(values["blocks-per-lease"]),
+            tokens_per_lease_max=int(values["tokens-per-lease"]),
             engines_max=engines_max,
             engines_away_max=4 * engines_max,
             conversations_max=int(values["conversations"]),

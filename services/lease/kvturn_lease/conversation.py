@@ -28,6 +28,7 @@ class Conversation:
     """
 
     __slots__ = (
+        "absence_ns",
         "alive_until_ns",
         "closed",
         "engine_id",
@@ -54,6 +55,9 @@ class Conversation:
         """Turn of the newest retention that was announced; 0 when not known."""
         self.alive_until_ns = 0
         """When it becomes idle unless a turn is in flight."""
+        self.absence_ns = 0
+        """What its client says, again and again, that it is away for at most; 0 if it does not.
+        In place of the idle time if shorter, until the conversation has been idle once."""
         self.turns_in_flight = 0
         self.closed = False
         """The client ended it and no turn has begun since."""

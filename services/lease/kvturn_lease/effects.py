@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from kvturn_lease.conversation import ConversationKey
     from kvturn_lease.errors import LeaseServiceError
-    from kvturn_lease.lease import LeaseId
+    from kvturn_lease.lease import LeaseId, Outlook
     from kvturn_lease.session import SessionId
     from kvturn_lease.store import Change
     from kvturn_lease.verdict import ReleaseReason
@@ -25,6 +25,11 @@ class Registered:
 @dataclass(frozen=True, slots=True)
 class HeartbeatAck:
     """Answers a heartbeat."""
+
+    reading: tuple[LeaseId, ...] = ()
+    """Leases it withdrew whose release waits, because they may still be read."""
+    outlooks: tuple[tuple[LeaseId, Outlook], ...] = ()
+    """Outlooks that changed since the last acknowledgement of the session."""
 
 
 @dataclass(frozen=True, slots=True)

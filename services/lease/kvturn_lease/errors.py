@@ -132,6 +132,20 @@ class StreamSlow(LeaseServiceError):
         )
 
 
+class NotLeader(LeaseServiceError):
+    """Another process leads, or may lead by now."""
+
+    code = "UNAVAILABLE"
+    reason = "NOT_LEADER"
+
+    def __init__(self, leader: str = "") -> None:
+        """`leader` is its HOST:PORT, empty if not known."""
+        super().__init__(
+            f"this lease service does not lead; ask {leader or 'another one'}",
+            **({"leader": leader} if leader else {}),
+        )
+
+
 class ShuttingDown(LeaseServiceError):
     """The lease service is about to stop."""
 

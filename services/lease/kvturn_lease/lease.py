@@ -34,6 +34,16 @@ class LeaseState(IntEnum):
     ENDING = 3
 
 
+class Outlook(IntEnum):
+    """Whether a lease's conversation will go on; numbered as in lease.proto."""
+
+    NORMAL = 1
+    EXPECTED = 2
+    """A turn is in flight, or the client said that it will be back."""
+    IDLE = 3
+    """Silent for the idle time, and kept all the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Retention:
     """A retention as an engine announces it."""
@@ -60,6 +70,7 @@ class Lease:
         "granted_ns",
         "inherit_until_ns",
         "number",
+        "outlook",
         "payload",
         "read_ns",
         "read_open",
@@ -89,6 +100,8 @@ class Lease:
         self.read_open = False
         """The read may still be going on."""
         self.end_reason = ReleaseReason.NONE
+        self.outlook = Outlook.NORMAL
+        """What its engine knows, or will with the next acknowledgement."""
         self.timer_ns = NEVER_NS
 
     @property

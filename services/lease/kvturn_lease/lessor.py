@@ -33,9 +33,15 @@ Once (rule 6): a lease is granted to one reader, ever. What an engine's next ses
 is found by (incarnation, retention number) and stays begun, ended, or waiting as it was. For
 that the leases of an engine that went away are kept for a while (`away_memory_ns`).
 
+Leadership: one Lessor is one term. Where several processes share a store, the shell says until
+when this one leads (`lead_until`); past that, or when told (`depose`), it ends all sessions and
+says nothing ever again but NotLeader: the next leader must not wait for a reader that it let in.
+
 A *conversation* (conversation.py) has at most one lease that has not ended: the newest grant
 supersedes the others, on whatever engine. It is idle when no turn is in flight and its last
-sign of life is over; then, or at the longest hold, its lease ends. Conversations outlive their
+sign of life is over; the policy says whether its lease ends then. At the longest hold it does.
+Acknowledged heartbeats tell each engine what its leases' conversations do (`Outlook`), so that
+it knows what to give up first when it needs memory. Conversations outlive their
 leases, in a bounded memory, because a turn that finds no lease is owed the reason.
 
 Costs: nothing here walks over all leases; the death of an engine costs what it holds.
@@ -48,6 +54,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvturn_lease.config import Policy
 from kvturn_lease.conversation import (
     TURNS_IN_FLIGHT_MAX,
     Conversation,
@@ -73,11 +80,12 @@ from kvturn_lease.errors import (
     InvalidArgument,
     LeaseNotFound,
     LeaseServiceError,
+    NotLeader,
     SequenceGap,
     SessionExpired,
     SessionFenced,
 )
-from kvturn_lease.lease import Lease, LeaseId, LeaseState, LeaseView, Retention
+from kvturn_lease.lease import Lease, LeaseId, LeaseState, LeaseView, Outlook, Retention
 from kvturn_lease.session import Engine, EngineInfo, EngineView, KvMemory, Session, SessionId
 from kvturn_lease.store import (
     ConversationChanged,
@@ -90,6 +98,7 @@ from kvturn_lease.store import (
     SessionRecord,
     Snapshot,
 )
+from kvturn_lease.usage import Tenants
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict, verdict_of
 
 if TYPE_CHECKING:
@@ -124,20 +133,30 @@ class ReadAnswer:
 class Lessor:
     """Owner of all leases. Not safe for threads; one event loop calls it."""
 
-    def __init__(self, config: LessorConfig, term: int) -> None:
-        """`term` is random, 1 to 2**64 - 1, and new with each process start and election."""
+    def __init__(self, config: LessorConfig, term: int, term_ends_ns: int | None = None) -> None:
+        """`term` is random, 1 to 2**64 - 1, and new with each process start and election.
+
+        `term_ends_ns` is until when it leads unless lead_until() says more; None: for ever.
+        """
         assert 0 < term < 2**64
         self.config = config
         self.term = term
+        self.deposed = False
+        """True for ever once this term is over."""
+        self._lead_until_ns = NEVER_NS if term_ends_ns is None else term_ends_ns
         self._engines = Engines(config.engines_max, config.engines_away_max)
         self._conversations = Conversations(config.conversations_max)
         self._deadlines: DeadlineQueue[Engine | Lease] = DeadlineQueue()
         self._lease_count = 0
+        self._tenants = Tenants()
         self._effects: list[Effect] = []
         self._now_ns = 0
         # Multiplied once: they are asked for in every operation.
         self._reader_bound_ns = config.reader_bound_ns
         self._inherit_bound_ns = config.inherit_bound_ns
+        self._hold_ns = config.hold_ns
+        self._engine_limits = config.engine_limits
+        self._tenant_limits = config.tenant_limits
 
     # ---- the shell's side ----------------------------------------------------------------
 
@@ -154,10 +173,30 @@ class Lessor:
 
         It may be early, never late, and in the past when expire() left some of its work.
         """
-        return self._deadlines.next_ns()
+        next_ns = self._deadlines.next_ns()
+        if self.deposed or self._lead_until_ns == NEVER_NS:
+            return next_ns
+        return self._lead_until_ns if next_ns is None else min(next_ns, self._lead_until_ns)
+
+    def lead_until(self, deadline_ns: int) -> None:
+        """Extends the time in which this process is sure to lead; never shortens it."""
+        self._lead_until_ns = max(self._lead_until_ns, deadline_ns)
+
+    def depose(self) -> None:
+        """Ends this term: all sessions end, and every later call raises NotLeader."""
+        if self.deposed:
+            return
+        self.deposed = True
+        self._deadlines = DeadlineQueue()
+        for engine in self._engines.all():
+            if engine.session is not None:
+                self._effects.append(EndSession(_session_id(engine), NotLeader()))
+                engine.session = None
 
     def expire(self, now_ns: int) -> None:
         """Ends what is due: dead sessions, idle and over-long leases, waits that are over."""
+        if self._is_over(now_ns):
+            return
         self._advance(now_ns)
         for _ in range(self.config.expiries_per_tick_max):
             item = self._deadlines.pop_due(now_ns)
@@ -207,8 +246,7 @@ class Lessor:
         self._check_registration(session_id, info, inventory)
         engine = self._engines.enter(session_id)
         if engine.session is not None:
-            old_id = SessionId(engine.engine_id, engine.incarnation, engine.session.number)
-            self._effects.append(EndSession(old_id, SessionFenced()))
+            self._effects.append(EndSession(_session_id(engine), SessionFenced()))
         if engine.incarnation != session_id.incarnation:
             self._replace_incarnation(engine, session_id.incarnation)
         wait_ns = self._inherit_wait_ns(engine, quiet_ns, previous_term)
@@ -252,9 +290,10 @@ class Lessor:
             _strike_received(engine.releasing, echo_sequence)
             self._effects.append(Record(SessionKept(engine.engine_id)))
             self._arm_engine(engine)
-        self._send(engine, HeartbeatAck(), now_ns)
         for lease_id, reason in withdrawn:
             self._withdraw(engine, lease_id, reason, now_ns)
+        reading = tuple(each for each, _ in withdrawn if each.number in engine.leases)
+        self._send(engine, HeartbeatAck(reading, self._take_outlooks(engine)), now_ns)
 
     def grant(
         self, session_id: SessionId, sequence: int, retention: Retention, now_ns: int
@@ -268,7 +307,7 @@ class Lessor:
         self._check_lease_id(session_id, retention.lease_id, field)
         if self._is_known(engine, retention.lease_id):
             raise InvalidArgument(field, "was granted before")
-        refusal = self._refusal(engine, retention.block_count)
+        refusal = self._refusal(engine, retention)
         if refusal is not None:
             self._send(engine, GrantRefused(retention.lease_id, refusal), now_ns)
             return
@@ -314,6 +353,8 @@ class Lessor:
 
     def close_session(self, session_id: SessionId, now_ns: int) -> None:
         """Ends a session with its stream; nothing if it is not the engine's newest."""
+        if self._is_over(now_ns):
+            return
         self._advance(now_ns)
         engine = self._engines.get(session_id.engine_id)
         if engine is not None and self._is_current(engine, session_id):
@@ -400,13 +441,14 @@ class Lessor:
             self._settle(conversation.lease, now_ns)
         self._forget_lost_turns(conversation, now_ns)
         conversation.closed = False
-        conversation.alive_until_ns = now_ns + self.config.idle_ns  # a declared absence is over
+        conversation.alive_until_ns = now_ns + self._idle_ns(conversation)
         lease = conversation.lease
         if lease is None:
             verdict = conversation.verdict
             if verdict == Verdict.FIRST_TURN:
                 conversation.verdict = Verdict.NO_LEASE
             return self._unheld(conversation, verdict)
+        self._note_outlook(lease)
         self._arm_lease(lease)
         lease_id = self._id_of(lease)
         verdict = self._read_refusal(lease, lease_id, now_ns)
@@ -432,14 +474,17 @@ class Lessor:
         if turns_in_flight_delta > 0:
             conversation.closed = False
             conversation.alive_until_ns = 0  # a declared absence is over
+            if conversation.absence_ns > self.config.idle_ns:
+                conversation.absence_ns = 0
         self._extend_life(conversation, now_ns)
 
     def keep_alive(self, key: ConversationKey, absence_ns: int | None, now_ns: int) -> int:
-        """Keeps the conversation from becoming idle for exactly `absence_ns` from now.
+        """Its client will be back within `absence_ns`, or say so again: it is idle after that.
 
-        None means the idle time; more than the longest hold is cut to it. Returns for how long
-        the retention is kept without another sign of life, in nanoseconds; 0 if none is held.
-        Raises ConversationNotFound.
+        None means the idle time; more than the longest hold is cut to it. A time shorter than
+        the idle time replaces it, as what signs of life count for, until it has been idle.
+        Returns for how long the retention is kept without another sign of life, in nanoseconds;
+        0 if none is held. Raises ConversationNotFound.
         """
         self._advance(now_ns)
         conversation = self._conversations.get(key)
@@ -448,10 +493,12 @@ class Lessor:
         if conversation.lease is not None:
             self._settle(conversation.lease, now_ns)
         wanted_ns = self.config.idle_ns if absence_ns is None else absence_ns
-        conversation.alive_until_ns = now_ns + min(wanted_ns, self.config.max_hold_ns)
+        conversation.absence_ns = min(wanted_ns, self.config.max_hold_ns)
+        conversation.alive_until_ns = now_ns + conversation.absence_ns
         lease = conversation.lease
         if lease is None:
             return 0
+        self._note_outlook(lease)
         self._arm_lease(lease)
         return max(0, self._lease_deadline_ns(lease) - now_ns)
 
@@ -469,6 +516,7 @@ class Lessor:
             lease = None
         conversation.verdict = Verdict.ENDED
         conversation.closed = True
+        conversation.absence_ns = 0
         conversation.alive_until_ns = now_ns + self.config.idle_ns
         return 0 if lease is None else 1
 
@@ -526,6 +574,13 @@ class Lessor:
     def _advance(self, now_ns: int) -> None:
         assert now_ns >= self._now_ns, "the clock went back"
         self._now_ns = now_ns
+        if self._is_over(now_ns):
+            raise NotLeader
+
+    def _is_over(self, now_ns: int) -> bool:
+        if now_ns >= self._lead_until_ns:
+            self.depose()
+        return self.deposed
 
     def _check_registration(
         self, session_id: SessionId, info: EngineInfo, inventory: Sequence[Retention]
@@ -586,16 +641,19 @@ class Lessor:
                 lease = Lease(engine, self._conversation(retention.conversation), retention, now_ns)
                 lease.inherit_until_ns = inherit_until_ns
                 _, reason = unheard.get(lease.number, (0, ReleaseReason.NONE))
-                self._inherit(lease, reason or self._end_of_inherited(lease, now_ns), now_ns)
+                reason = reason or self._end_of_inherited(lease, retention, now_ns)
+                self._inherit(lease, reason, now_ns)
             else:
                 known.inherit_until_ns = max(known.inherit_until_ns, inherit_until_ns)
                 if not known.begun and not known.ended:
                     known.payload = retention.payload
+                if known.outlook != Outlook.NORMAL:  # a new session starts from there
+                    engine.outlooks[known.number] = known
                 self._settle(known, now_ns)
 
-    def _end_of_inherited(self, lease: Lease, now_ns: int) -> ReleaseReason:
+    def _end_of_inherited(self, lease: Lease, retention: Retention, now_ns: int) -> ReleaseReason:
         """Returns why a lease that this term sees for the first time has ended, NONE if not."""
-        if self._refusal(lease.engine, lease.block_count) is not None:
+        if self._refusal(lease.engine, retention) is not None:
             return ReleaseReason.PRESSURE
         if _is_closed(lease.conversation, now_ns):
             return ReleaseReason.ENDED
@@ -654,9 +712,9 @@ class Lessor:
         """Ends the engine's session; its leases are kept in case it comes back."""
         assert engine.session is not None
         if error is not None:
-            session_id = SessionId(engine.engine_id, engine.incarnation, engine.session.number)
-            self._effects.append(EndSession(session_id, error))
+            self._effects.append(EndSession(_session_id(engine), error))
         engine.session = None
+        engine.outlooks.clear()
         self._effects.append(Record(SessionClosed(engine.engine_id)))
         for lease in engine.leases.values():
             lease.payload = b""  # the next Register brings it
@@ -696,9 +754,8 @@ class Lessor:
         """Sends a message on the engine's session; returns its sequence."""
         session = engine.session
         assert session is not None
-        session_id = SessionId(engine.engine_id, engine.incarnation, session.number)
         sequence = session.stamp(now_ns)
-        self._effects.append(SendToEngine(session_id, sequence, message))
+        self._effects.append(SendToEngine(_session_id(engine), sequence, message))
         return sequence
 
     def _record_session(self, engine: Engine) -> None:
@@ -732,14 +789,21 @@ class Lessor:
     def _id_of(lease: Lease) -> LeaseId:
         return LeaseId(lease.engine.incarnation, lease.number, lease.engine.number)
 
-    def _refusal(self, engine: Engine, block_count: int) -> str | None:
+    def _refusal(self, engine: Engine, retention: Retention) -> str | None:
         """Returns the limit that a new retention of the engine breaks, None if there is none."""
         if not engine.info.retains:
             return "ROLE_CANNOT_RETAIN"
-        if block_count > self.config.blocks_per_lease_max:
+        blocks, tokens = retention.block_count, retention.token_count
+        if blocks > self.config.blocks_per_lease_max:
             return "BLOCKS_EXHAUSTED"
-        if len(engine.leases) + len(engine.releasing) >= self.config.leases_per_engine_max:
-            return "LEASES_EXHAUSTED"
+        if tokens > self.config.tokens_per_lease_max:
+            return "TOKENS_EXHAUSTED"
+        leases = 1 + len(engine.releasing)
+        excess = engine.usage.excess(self._engine_limits, leases, blocks, tokens)
+        if excess is not None:
+            return f"{excess}_EXHAUSTED"
+        if self._exceeds_tenant(retention):
+            return "TENANT_EXHAUSTED"
         while self._lease_count >= self.config.leases_max:
             longest = self._engines.longest_away()
             if longest is None:
@@ -747,26 +811,42 @@ class Lessor:
             self._forget_leases(longest)
         return None
 
+    def _exceeds_tenant(self, retention: Retention) -> bool:
+        """The conversation's own lease, which a grant supersedes, counts for nothing."""
+        leases, blocks, tokens = 1, retention.block_count, retention.token_count
+        conversation = self._conversations.get(retention.conversation)
+        if conversation is not None and conversation.lease is not None:
+            leases -= 1
+            blocks -= conversation.lease.block_count
+            tokens -= conversation.lease.token_count
+        usage = self._tenants.of(retention.conversation.tenant)
+        return usage.excess(self._tenant_limits, leases, blocks, tokens) is not None
+
     def _attach(self, lease: Lease, now_ns: int) -> None:
         """Makes a new lease the one of its conversation."""
         conversation, engine = lease.conversation, lease.engine
-        engine.leases[lease.number] = lease
+        self._count_in(lease)
         engine.active_count += 1
-        self._lease_count += 1
+        self._tenants.add(lease)
         self._conversations.hold(conversation, lease)
         conversation.engine_id = engine.engine_id
         self._record_conversation(conversation, ReleaseReason.NONE)
+        self._note_outlook(lease)
         self._settle(lease, now_ns)
 
     def _attach_ended(self, lease: Lease, reason: ReleaseReason, now_ns: int) -> None:
         """Takes a lease only to release it, once no reader of an earlier term remains."""
         lease.end_reason = reason
         lease.payload = b""
-        lease.engine.leases[lease.number] = lease
-        self._lease_count += 1
+        self._count_in(lease)
         if lease.conversation.lease is None:
             self._note_end(lease)
         self._settle(lease, now_ns)
+
+    def _count_in(self, lease: Lease) -> None:
+        lease.engine.leases[lease.number] = lease
+        lease.engine.usage.add(lease)
+        self._lease_count += 1
 
     def _supersede(self, conversation: Conversation, now_ns: int) -> None:
         lease = conversation.lease
@@ -792,6 +872,8 @@ class Lessor:
         lease.end_reason = reason
         lease.payload = b""
         lease.engine.active_count -= 1
+        lease.engine.outlooks.pop(lease.number, None)
+        self._tenants.remove(lease)
         self._conversations.let_go(lease.conversation)
         self._note_end(lease)
         self._forget_conversations()
@@ -814,11 +896,10 @@ class Lessor:
             lease.read_open = False
             self._end(lease, ReleaseReason.READ_FAILED)
         if not lease.ended and not lease.read_open:
-            conversation = lease.conversation
-            if now_ns >= lease.granted_ns + self.config.max_hold_ns:
+            if now_ns >= lease.granted_ns + self._hold_ns:
                 self._end(lease, ReleaseReason.EXPIRED)
-            elif conversation.turns_in_flight == 0 and now_ns >= conversation.alive_until_ns:
-                self._end(lease, ReleaseReason.IDLE)
+            elif now_ns >= self._idle_from_ns(lease.conversation):
+                self._on_idle(lease)
         if live and lease.ended and not lease.read_open and now_ns >= lease.inherit_until_ns:
             release = Release(self._id_of(lease), lease.end_reason)
             sequence = self._send(lease.engine, release, now_ns)
@@ -834,10 +915,10 @@ class Lessor:
             return lease.read_ns + self._reader_bound_ns
         if lease.ended:
             return NEVER_NS if lease.engine.session is None else lease.inherit_until_ns
-        hold_ns = lease.granted_ns + self.config.max_hold_ns
-        if lease.conversation.turns_in_flight > 0:
-            return hold_ns
-        return min(hold_ns, lease.conversation.alive_until_ns)
+        hold_until_ns = lease.granted_ns + self._hold_ns
+        if lease.outlook == Outlook.IDLE:
+            return hold_until_ns
+        return min(hold_until_ns, self._idle_from_ns(lease.conversation))
 
     def _arm_lease(self, lease: Lease) -> None:
         self._deadlines.arm(lease, self._lease_deadline_ns(lease))
@@ -851,13 +932,15 @@ class Lessor:
         assert lease.ended
         self._deadlines.disarm(lease)
         del lease.engine.leases[lease.number]
+        lease.engine.usage.remove(lease)
         self._lease_count -= 1
 
     def _view(self, lease: Lease, now_ns: int) -> LeaseView:
         conversation = lease.conversation
         idle_in_ns = None
-        if lease.state == LeaseState.ACTIVE and conversation.turns_in_flight == 0:
-            idle_in_ns = max(0, conversation.alive_until_ns - now_ns)
+        idle_from_ns = self._idle_from_ns(conversation)
+        if lease.state == LeaseState.ACTIVE and idle_from_ns != NEVER_NS:
+            idle_in_ns = max(0, idle_from_ns - now_ns)
         return LeaseView(
             self._id_of(lease),
             conversation.key,
@@ -902,9 +985,44 @@ class Lessor:
 
     def _extend_life(self, conversation: Conversation, now_ns: int) -> None:
         """Notes a sign of life, which never shortens what a client declared."""
-        conversation.alive_until_ns = max(conversation.alive_until_ns, now_ns + self.config.idle_ns)
+        until_ns = now_ns + self._idle_ns(conversation)
+        conversation.alive_until_ns = max(conversation.alive_until_ns, until_ns)
         if conversation.lease is not None:
+            self._note_outlook(conversation.lease)
             self._arm_lease(conversation.lease)
+
+    def _idle_ns(self, conversation: Conversation) -> int:
+        """Returns for how long a sign of life counts."""
+        return min(conversation.absence_ns or self.config.idle_ns, self.config.idle_ns)
+
+    def _idle_from_ns(self, conversation: Conversation) -> int:
+        """Returns when the conversation becomes idle, as things are."""
+        if conversation.turns_in_flight > 0 or self.config.policy == Policy.FIXED_TTL:
+            return NEVER_NS
+        return conversation.alive_until_ns
+
+    def _on_idle(self, lease: Lease) -> None:
+        lease.conversation.absence_ns = 0
+        if self.config.policy == Policy.IDLE:
+            self._end(lease, ReleaseReason.IDLE)
+        else:
+            self._set_outlook(lease, Outlook.IDLE)
+
+    def _note_outlook(self, lease: Lease) -> None:
+        """Notes, for the lease's engine, what its conversation's last sign of life means."""
+        conversation = lease.conversation
+        expected = conversation.turns_in_flight > 0 or conversation.absence_ns > 0
+        self._set_outlook(lease, Outlook.EXPECTED if expected else Outlook.NORMAL)
+
+    @staticmethod
+    def _set_outlook(lease: Lease, outlook: Outlook) -> None:
+        if lease.outlook != outlook:
+            lease.outlook = outlook
+            lease.engine.outlooks[lease.number] = lease
+
+    def _take_outlooks(self, engine: Engine) -> tuple[tuple[LeaseId, Outlook], ...]:
+        changed, engine.outlooks = engine.outlooks, {}
+        return tuple((self._id_of(lease), lease.outlook) for lease in changed.values())
 
     def _forget_lost_turns(self, conversation: Conversation, now_ns: int) -> None:
         """A router that died never reports the end of its turns; silence does it for it."""
@@ -919,6 +1037,11 @@ class Lessor:
         engine = self._engines.get(conversation.engine_id)
         address = "" if engine is None else engine.info.http_address
         return Resolution(None, verdict, conversation.engine_id, address, 0)
+
+
+def _session_id(engine: Engine) -> SessionId:
+    assert engine.session is not None
+    return SessionId(engine.engine_id, engine.incarnation, engine.session.number)
 
 
 def _strike_received(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from opentelemetry import trace
@@ -29,7 +30,7 @@ from kvturn_lease.status import abort
 from kvturn_lease.telemetry import caller_context
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Awaitable, Callable, Iterator
 
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.conversation import ConversationKey
@@ -44,6 +45,24 @@ _RETENTIONS_PER_STEP = 256
 _TRACEPARENT_CHARACTERS_MAX = 64
 
 logger = logging.getLogger("kvturn.lease")
+
+_Request = TypeVar("_Request")
+_Response = TypeVar("_Response")
+
+
+def _aborts(
+    method: Callable[[LeaseServicer, _Request, Any], Awaitable[_Response]],
+) -> Callable[[LeaseServicer, _Request, Any], Awaitable[_Response]]:
+    """Answers with a status what the method refuses."""
+
+    @functools.wraps(method)
+    async def answer(self: LeaseServicer, request: _Request, context: Any) -> _Response:
+        try:
+            return await method(self, request, context)
+        except LeaseServiceError as error:
+            await abort(context, error)
+
+    return answer
 
 
 class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
@@ -79,14 +98,9 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
 
     # ---- engine sessions -----------------------------------------------------------------
 
+    @_aborts
     async def EngineSession(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         """Holds one engine's session for as long as its stream."""
-        try:
-            await self._hold_session(context)
-        except LeaseServiceError as error:
-            await abort(context, error)
-
-    async def _hold_session(self, context: Any) -> None:
         request = await self._first_message(context)
         if request is None:
             return
@@ -233,15 +247,13 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
 
     # ---- questions -----------------------------------------------------------------------
 
+    @_aborts
     async def ResolveConversation(
         self, request: lease_pb2.ResolveConversationRequest, context: Any
     ) -> lease_pb2.ResolveConversationResponse:
         """Tells which engine holds a conversation's KV, and under which lease."""
-        try:
-            key = wire.conversation_key(request.conversation, "conversation")
-            wait_ns = wire.resolve_wait_ns(request)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        key = wire.conversation_key(request.conversation, "conversation")
+        wait_ns = wire.resolve_wait_ns(request)
         if wait_ns > 0:
             await self._await_turn(key, request.expected_turn, wait_ns)
         with self._now() as now_ns:
@@ -257,16 +269,14 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         )
         return response
 
+    @_aborts
     async def BeginRead(
         self, request: lease_pb2.BeginReadRequest, context: Any
     ) -> lease_pb2.BeginReadResponse:
         """Grants the one right to read a lease, or says why not."""
-        try:
-            lease_id = wire.lease_id(request.lease_id)
-            key = wire.conversation_key(request.conversation, "conversation")
-            reader = wire.reader_engine_id(request)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        lease_id = wire.lease_id(request.lease_id)
+        key = wire.conversation_key(request.conversation, "conversation")
+        reader = wire.reader_engine_id(request)
         with self._now() as now_ns:
             answer = self._lessor.begin_read(lease_id, key, now_ns)
         _annotate(
@@ -280,15 +290,13 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         )
         return wire.read_answer(answer, request, self._config.lessor.longest_read_ns)
 
+    @_aborts
     async def EndRead(
         self, request: lease_pb2.EndReadRequest, context: Any
     ) -> lease_pb2.EndReadResponse:
         """Notes how a read ended."""
-        try:
-            lease_id = wire.lease_id(request.lease_id)
-            outcome = wire.read_outcome(request)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        lease_id = wire.lease_id(request.lease_id)
+        outcome = wire.read_outcome(request)
         with self._now() as now_ns:
             self._lessor.end_read(lease_id, outcome, now_ns)
         _annotate(
@@ -302,67 +310,57 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         )
         return lease_pb2.EndReadResponse()
 
+    @_aborts
     async def TouchConversation(
         self, request: lease_pb2.TouchConversationRequest, context: Any
     ) -> lease_pb2.TouchConversationResponse:
         """Notes a sign of life, and that a turn began or ended."""
-        try:
-            key = wire.conversation_key(request.conversation, "conversation")
-            delta = wire.turns_delta(request)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        key = wire.conversation_key(request.conversation, "conversation")
+        delta = wire.turns_delta(request)
         _annotate(_naming(key))
         with self._now() as now_ns:
             self._lessor.touch(key, delta, now_ns)
         return lease_pb2.TouchConversationResponse()
 
+    @_aborts
     async def KeepConversationAlive(
         self, request: lease_pb2.KeepConversationAliveRequest, context: Any
     ) -> lease_pb2.KeepConversationAliveResponse:
         """Keeps a conversation from becoming idle for a while."""
-        try:
-            key = wire.conversation_key(request.conversation, "conversation")
-            absence_ns = wire.absence_ns(request)
-            _annotate(_naming(key))
-            with self._now() as now_ns:
-                kept_ns = self._lessor.keep_alive(key, absence_ns, now_ns)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        key = wire.conversation_key(request.conversation, "conversation")
+        absence_ns = wire.absence_ns(request)
+        _annotate(_naming(key))
+        with self._now() as now_ns:
+            kept_ns = self._lessor.keep_alive(key, absence_ns, now_ns)
         return lease_pb2.KeepConversationAliveResponse(kept=wire.duration(kept_ns))
 
+    @_aborts
     async def EndConversation(
         self, request: lease_pb2.EndConversationRequest, context: Any
     ) -> lease_pb2.EndConversationResponse:
         """Ends a conversation's lease."""
-        try:
-            key = wire.conversation_key(request.conversation, "conversation")
-        except LeaseServiceError as error:
-            await abort(context, error)
+        key = wire.conversation_key(request.conversation, "conversation")
         _annotate(_naming(key))
         with self._now() as now_ns:
             ended = self._lessor.end_conversation(key, now_ns)
         return lease_pb2.EndConversationResponse(leases_ended=ended)
 
+    @_aborts
     async def GetLease(
         self, request: lease_pb2.GetLeaseRequest, context: Any
     ) -> lease_pb2.GetLeaseResponse:
         """Returns one lease."""
-        try:
-            lease_id = wire.lease_id(request.lease_id)
-            with self._now() as now_ns:
-                view = self._lessor.get_lease(lease_id, now_ns)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        lease_id = wire.lease_id(request.lease_id)
+        with self._now() as now_ns:
+            view = self._lessor.get_lease(lease_id, now_ns)
         return lease_pb2.GetLeaseResponse(lease=wire.lease(view))
 
+    @_aborts
     async def ListLeases(
         self, request: lease_pb2.ListLeasesRequest, context: Any
     ) -> lease_pb2.ListLeasesResponse:
         """Returns a page of leases in order of lease id."""
-        try:
-            engine_id, key, page_size, token = wire.page(request)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        engine_id, key, page_size, token = wire.page(request)
         with self._now() as now_ns:
             views = self._lessor.list_leases(
                 engine_id=engine_id, key=key, after=token, count_max=page_size + 1, now_ns=now_ns
@@ -373,19 +371,18 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             leases=page, next_page_token=page[-1].lease_id if more else ""
         )
 
+    @_aborts
     async def RevokeLease(
         self, request: lease_pb2.RevokeLeaseRequest, context: Any
     ) -> lease_pb2.RevokeLeaseResponse:
         """Ends a lease on an operator's word."""
-        try:
-            lease_id = wire.lease_id(request.lease_id)
-            with self._now() as now_ns:
-                self._lessor.revoke(lease_id, now_ns)
-        except LeaseServiceError as error:
-            await abort(context, error)
+        lease_id = wire.lease_id(request.lease_id)
+        with self._now() as now_ns:
+            self._lessor.revoke(lease_id, now_ns)
         logger.info("lease %s revoked", lease_id)
         return lease_pb2.RevokeLeaseResponse()
 
+    @_aborts
     async def ListEngines(
         self, request: lease_pb2.ListEnginesRequest, context: Any
     ) -> lease_pb2.ListEnginesResponse:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvturn_lease.deadline_queue import NEVER_NS
 from kvturn_lease.errors import InvalidArgument, SequenceGap
+from kvturn_lease.usage import Usage
 
 if TYPE_CHECKING:
     from kvturn_lease.lease import Lease
@@ -121,10 +122,12 @@ class Engine:
         "info",
         "leases",
         "number",
+        "outlooks",
         "releasing",
         "remembered",
         "session",
         "timer_ns",
+        "usage",
     )
 
     def __init__(self, engine_id: str, incarnation: str) -> None:
@@ -143,6 +146,10 @@ class Engine:
         self.releasing: OrderedDict[int, tuple[int, ReleaseReason]] = OrderedDict()
         """By retention number: releases that the engine may not have received, because it has
         not echoed that sequence; should it list such a retention again, it stays ended."""
+        self.outlooks: dict[int, Lease] = {}
+        """By retention number: leases whose outlook the engine has not been told yet."""
+        self.usage = Usage()
+        """Of all in `leases`."""
         self.remembered = False
         """All that this term granted on the incarnation's leases is still in `leases`."""
         self.forget_ns = NEVER_NS

@@ -316,8 +316,13 @@ def engine_message(
             response.registered.session_ttl.CopyFrom(duration(config.session_ttl_ns))
             response.registered.longest_read.CopyFrom(duration(config.longest_read_ns))
             response.registered.heartbeat_interval.CopyFrom(duration(config.heartbeat_ns))
-        case HeartbeatAck():
+        case HeartbeatAck(reading=reading, outlooks=outlooks):
             response.heartbeat_ack.SetInParent()
+            response.heartbeat_ack.reading.extend(str(named) for named in reading)
+            for named, outlook in outlooks:
+                response.heartbeat_ack.outlooks.add(
+                    lease_id=str(named), outlook=cast("lease_pb2.Outlook", int(outlook))
+                )
         case Release(lease_id=named, reason=reason):
             response.release.lease_id = str(named)
             response.release.reason = _reason(reason)
