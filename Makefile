@@ -28,12 +28,13 @@ down: ## Stop what `kvturn up --detach` started
 	@$(BIN)/kvturn down
 
 test: setup lint type check-protos ## Run every check and test, the real stack included
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not fault" $(PYTEST_ARGS)
 
 test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM (under a minute)
-	$(BIN)/pytest -m "not stack" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not stack and not fault" $(PYTEST_ARGS)
 
-test-all: test ## Run make test and all that takes longer
+test-all: test sim ## Run make test, the full simulation and the fault matrix
+	$(BIN)/pytest -m fault $(PYTEST_ARGS)
 
 lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
