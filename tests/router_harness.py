@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
-import pytest
-import uvloop
-from google.protobuf import duration_pb2
+from google.protobuf import any_pb2, duration_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_status import rpc_status
 from stub_engine import CHAT, GUARD_S, StubEngine
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -21,12 +21,6 @@ from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
 from kvturn_router.telemetry import Telemetry
-
-
-@pytest.fixture(scope="module")
-def event_loop_policy() -> asyncio.AbstractEventLoopPolicy:
-    """Tests that import this run on uvloop, as the router does."""
-    return uvloop.EventLoopPolicy()
 
 
 @dataclass
@@ -145,6 +139,10 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     longest_read_ms: int = 3000
     reading_ms: int | None = None
     silent: bool = False
+    standby: str = ""
+    """Reason of the ErrorInfo with which every question is refused; empty: it leads."""
+    leader: str = ""
+    """Whom it names then."""
     resolved: list[lease_pb2.ResolveConversationRequest] = field(default_factory=list)
     traceparents: list[str | None] = field(default_factory=list)
     touches: list[tuple[str, int]] = field(default_factory=list)
@@ -171,15 +169,22 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def _answerable(self) -> None:
+    async def _answerable(self, context: Any) -> None:
         if self.silent:
             await asyncio.Event().wait()
+        if self.standby:
+            info = error_details_pb2.ErrorInfo(reason=self.standby, domain="kvturn.v1")
+            info.metadata["leader"] = self.leader
+            detail = any_pb2.Any()
+            detail.Pack(info)
+            rich = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], details=[detail])
+            await context.abort_with_status(rpc_status.to_status(rich))
 
     async def ResolveConversation(self, request: Any, context: Any) -> Any:
         self.resolved.append(request)
         metadata = dict(context.invocation_metadata() or ())
         self.traceparents.append(metadata.get("traceparent"))
-        await self._answerable()
+        await self._answerable(context)
         number = common_pb2.Verdict.Value(f"VERDICT_{self.verdict}")
         return lease_pb2.ResolveConversationResponse(
             lease_id=self.lease_id,
@@ -189,14 +194,14 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         )
 
     async def TouchConversation(self, request: Any, context: Any) -> Any:
-        await self._answerable()
+        await self._answerable(context)
         self.touches.append((request.conversation.conversation_id, request.turns_in_flight_delta))
         self.changed.set()
         return lease_pb2.TouchConversationResponse()
 
     async def GetLease(self, request: Any, context: Any) -> Any:
         self.asked.append(request.lease_id)
-        await self._answerable()
+        await self._answerable(context)
         lease = lease_pb2.Lease(lease_id=request.lease_id, state=lease_pb2.Lease.STATE_ACTIVE)
         if self.reading_ms is not None:
             lease.state = lease_pb2.Lease.STATE_READING
@@ -204,12 +209,12 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         return lease_pb2.GetLeaseResponse(lease=lease)
 
     async def EndConversation(self, request: Any, context: Any) -> Any:
-        await self._answerable()
+        await self._answerable(context)
         self.ended.append(request.conversation)
         return lease_pb2.EndConversationResponse(leases_ended=1)
 
     async def KeepConversationAlive(self, request: Any, context: Any) -> Any:
-        await self._answerable()
+        await self._answerable(context)
         self.kept.append(request)
         if request.conversation.conversation_id == "unknown":
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such conversation")

@@ -25,7 +25,7 @@ def test_defaults_behave_as_the_stock_connector() -> None:
     assert config.max_hold_ns == 480 * NS_PER_S
     assert config.question_deadline_ns == 50_000_000
     assert config.retentions_max == 4096
-    assert (config.lease_endpoint, config.engine_name, config.http_address) == ("", "", "")
+    assert (config.lease_endpoints, config.engine_name, config.http_address) == ((), "", "")
     assert (config.secret, config.otlp_endpoint) == (b"", "")
 
 
@@ -60,7 +60,7 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
         }
     )
     assert config == ConnectorConfig(
-        lease_endpoint="lease.internal:50051",
+        lease_endpoints=("lease.internal:50051",),
         engine_name="decode-0",
         http_address="http://10.0.0.7:8200",
         bidirectional=True,
@@ -80,7 +80,13 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
 def test_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
     """Names, IPv4 and bracketed IPv6."""
     extra = {"kvturn_lease_endpoint": endpoint}
-    assert ConnectorConfig.from_extra(extra).lease_endpoint == endpoint
+    assert ConnectorConfig.from_extra(extra).lease_endpoints == (endpoint,)
+
+
+def test_a_lease_service_of_several_processes_is_a_list() -> None:
+    """With commas between; blanks around them do not count."""
+    extra = {"kvturn_lease_endpoint": "a:1, [::1]:2 ,b:3"}
+    assert ConnectorConfig.from_extra(extra).lease_endpoints == ("a:1", "[::1]:2", "b:3")
 
 
 @pytest.mark.parametrize(
@@ -96,6 +102,9 @@ def test_endpoint_is_a_host_and_a_port(endpoint: str) -> None:
         ("kvturn_lease_endpoint", "a b:1", "HOST:PORT"),
         ("kvturn_lease_endpoint", "localhost:0", "between 1 and 65535"),
         ("kvturn_lease_endpoint", "localhost:65536", "between 1 and 65535"),
+        ("kvturn_lease_endpoint", "a:1,,b:2", "HOST:PORT"),
+        ("kvturn_lease_endpoint", "a:1,", "HOST:PORT"),
+        ("kvturn_lease_endpoint", ",".join(["a:1"] * 17), "more than 16"),
         ("kvturn_lease_endpoint", 50051, "expected text"),
         ("kvturn_engine_name", 7, "expected text"),
         ("kvturn_engine_name", "n" * 129, "128 bytes"),

@@ -133,7 +133,7 @@ def test_connector_keys_and_defaults_are_those_of_the_code() -> None:
     assert defaults["bidirectional_kv_xfer"] == str(config.bidirectional).lower()
     for key in ("kvturn_lease_endpoint", "kvturn_http_address", "kvturn_otlp_endpoint"):
         assert defaults[key] == "empty"
-    empty = (config.lease_endpoint, config.http_address, config.otlp_endpoint, config.secret)
+    empty = (config.lease_endpoints, config.http_address, config.otlp_endpoint, config.secret)
     assert not any(empty)
 
 

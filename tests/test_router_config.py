@@ -11,11 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from router_harness import (  # noqa: F401
-    Client,
-    event_loop_policy,
-    turn_body,
-)
+from router_harness import Client, turn_body
 from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine, chunk
 
 from kvturn_router.config import ConfigError, parse_config
@@ -27,7 +23,7 @@ def test_defaults_bind_loopback_and_are_documented():
     """Two engines are all that is needed."""
     config = parse_config(ENGINES, {})
     assert (config.host, config.port, config.grpc_port) == ("127.0.0.1", 8000, 8001)
-    assert config.lease is None
+    assert config.lease == ()
     assert config.question_deadline_ms == 50
     assert config.body_bytes_max == 64 << 20
 
@@ -46,6 +42,29 @@ def test_variables_stand_in_for_flags_and_flags_win():
     assert (config.port, config.grpc_port, config.stock_reuse) == (7, None, True)
     assert config.otlp_endpoint == "http://collector:4317"
     assert parse_config([*ENGINES, "--grpc-port=5"], environment).grpc_port == 5
+
+
+def test_a_lease_service_of_several_processes_is_a_list():
+    """With commas between, as flag and as variable."""
+    config = parse_config([*ENGINES, "--lease=a:1, [::1]:2"], {})
+    assert config.lease == ("a:1", "[::1]:2")
+    assert parse_config(ENGINES, {"KVTURN_ROUTER_LEASE": "a:1,b:2"}).lease == ("a:1", "b:2")
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("KVTURN_ROUTER_LEASES", "KVTURN_ROUTER_LEASE (--lease)"),
+        ("KVTURN_ROUTER_GRPCPORT", "KVTURN_ROUTER_GRPC_PORT (--grpc-port)"),
+        ("KVTURN_ROUTER_GRACE", "KVTURN_ROUTER_GRACE_S (--grace-s)"),
+    ],
+)
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(variable, meant):
+    """It would be a setting that silently does not hold; variables of others do not matter."""
+    with pytest.raises(ConfigError) as refused:
+        parse_config(ENGINES, {"KVTURN_LEASE_PORT": "1", variable: "1"})
+    assert str(refused.value).startswith(f"{variable} is not a setting")
+    assert meant in str(refused.value)
 
 
 def test_engines_may_have_ipv6_addresses():
@@ -73,6 +92,9 @@ def test_engines_may_have_ipv6_addresses():
         ([*ENGINES, "--grace=nan"], "--grace-s"),
         ([*ENGINES, "--question-deadline-ms=0.5"], "--question-deadline-ms"),
         ([*ENGINES, "--lease=nowhere"], "--lease"),
+        ([*ENGINES, "--lease=a:1,,b:2"], "--lease"),
+        ([*ENGINES, "--lease=a:\u00b2"], "--lease"),
+        ([*ENGINES, f"--lease={','.join(['a:1'] * 17)}"], "--lease"),
         ([*ENGINES, "--lease=h:1", "--stock-reuse"], "--stock-reuse"),
         ([*ENGINES, "--engine-api-key-file=/does/not/exist"], "--engine-api-key-file"),
         ([*ENGINES, "--otlp-endpoint=collector"], "--otlp-endpoint"),

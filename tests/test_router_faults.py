@@ -4,11 +4,7 @@ import asyncio
 import json
 
 import pytest
-from router_harness import (  # noqa: F401
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
 ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'

@@ -12,13 +12,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from router_harness import (  # noqa: F401
-    FakeLease,
-    Rig,
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
@@ -105,6 +99,56 @@ async def test_reuse_off_and_conversations_are_the_callers_own():
         end = router_pb2.RouterServiceEndConversationRequest(conversation_id="c1", model="m")
         assert (await stub.EndConversation(end, metadata=mine)).leases_ended == 1
         assert rig.lease.ended[0].tenant.startswith("key-")
+
+
+async def test_a_client_keeps_its_conversation_alive():
+    """For an absence or for the idle time, of its own tenant, answered with how long it is kept."""
+    async with router(lease=FakeLease()) as rig, dial(rig) as (_, stub):
+        mine = (("authorization", "Bearer k"),)
+        request = router_pb2.RouterServiceKeepConversationAliveRequest(
+            conversation_id="c1", model="m"
+        )
+        assert (await stub.KeepConversationAlive(request, metadata=mine)).kept.seconds == 60
+        request.absence.FromMilliseconds(90_500)
+        await stub.KeepConversationAlive(request, metadata=mine)
+        bare, away = rig.lease.kept
+        assert not bare.HasField("absence")
+        assert away.absence.ToMilliseconds() == 90_500
+        assert away.conversation.tenant.startswith("key-")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "field"),
+    [
+        ({"absence": {"seconds": 0}}, "INVALID_ARGUMENT", "absence"),
+        ({"absence": {"seconds": -1}}, "INVALID_ARGUMENT", "absence"),
+        ({"absence": {"seconds": 86_401}}, "INVALID_ARGUMENT", "absence"),
+        ({"model": ""}, "INVALID_ARGUMENT", "model"),
+        ({"conversation_id": "x" * 257}, "INVALID_ARGUMENT", "conversation_id"),
+        ({"conversation_id": "unknown"}, "NOT_FOUND", None),
+    ],
+)
+async def test_a_wrong_keep_alive_names_the_field(changes, code, field):
+    """And keeps nothing alive; no conversation of that name is another thing."""
+    fields = {"conversation_id": "c1", "model": "m"} | changes
+    request = router_pb2.RouterServiceKeepConversationAliveRequest(**fields)
+    async with router(lease=FakeLease()) as rig, dial(rig) as (_, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.KeepConversationAlive(request)
+        assert error.value.code().name == code
+        assert error_info(error.value).metadata.get("field") == field
+        assert len(rig.lease.kept) == (field is None)
+
+
+async def test_without_a_lease_service_keep_alive_is_unimplemented():
+    """Nothing is held that could be kept."""
+    async with router() as rig, dial(rig) as (_, stub):
+        request = router_pb2.RouterServiceKeepConversationAliveRequest(
+            conversation_id="c1", model="m"
+        )
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.KeepConversationAlive(request)
+        assert error.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 @pytest.mark.parametrize(

@@ -1,18 +1,14 @@
 """Turns under a lease service: what it is asked and told, and what it can never do to a turn."""
 
 import asyncio
+import contextlib
 import hashlib
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from router_harness import (  # noqa: F401
-    FakeLease,
-    Rig,
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
 REPORT = {
@@ -140,6 +136,60 @@ async def test_an_absent_lease_service_fails_nothing():
         assert (answer.status, answer.verdict) == (200, "lease_service_unreachable")
         ended = await rig.ask("DELETE", "/kvturn/v1/conversations/c1?model=m")
         assert ended.status == 503
+
+
+@contextlib.asynccontextmanager
+async def lease_services(count: int, *flags: str) -> AsyncIterator[tuple[Rig, list[FakeLease]]]:
+    """A router that is given all but the last of these lease services."""
+    services = [await FakeLease().start() for _ in range(count)]
+    given = ",".join(service.address for service in services[:-1])
+    try:
+        async with router(f"--lease={given}", "--question-deadline-ms=5000", *flags) as rig:
+            yield rig, services
+    finally:
+        for service in services:
+            await service.stop()
+
+
+async def test_a_turn_follows_the_leader_that_a_standby_names():
+    """The third, at once; from then on it is asked first, and hears of turns in flight."""
+    async with lease_services(4) as (rig, (first, second, third, _)):
+        first.standby, first.leader, third.verdict = "NOT_LEADER", third.address, "CONSUMED"
+        for _turn in range(2):
+            assert (await rig.post(turn_body(conversation_id="c1"))).verdict == "consumed"
+        await third.until_touched(4)
+        assert (len(second.resolved), len(third.resolved)) == (0, 2)
+        assert len(first.resolved) <= 1
+
+
+async def test_a_leader_that_the_router_was_not_given_is_not_asked():
+    """A standby names a stranger: the next one of ours is asked."""
+    async with lease_services(3) as (rig, (first, second, stranger)):
+        first.standby, first.leader, second.verdict = "NOT_LEADER", stranger.address, "CONSUMED"
+        assert (await rig.post(turn_body())).verdict == "consumed"
+        assert stranger.resolved == []
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict"),
+    [
+        ("NOT_LEADER", "lease_service_unreachable"),
+        ("STORE_UNAVAILABLE", "store_unavailable"),
+        ("SHUTTING_DOWN", "lease_service_unreachable"),
+    ],
+)
+async def test_without_a_leader_a_turn_recomputes(reason, verdict):
+    """Everybody is asked once, nobody leads; clients that want more than a turn are told."""
+    async with lease_services(3) as (rig, services):
+        for service in services:
+            service.standby = reason
+        answer = await rig.post(turn_body())
+        assert (answer.status, answer.verdict) == (200, verdict)
+        assert [len(service.resolved) for service in services] == [1, 1, 0]
+        kept = await rig.ask("POST", "/kvturn/v1/conversations/c1/keepalive?model=m", b"")
+        assert kept.status == 503
+        services[1].standby = ""
+        assert (await rig.post(turn_body())).verdict == "first_turn"
 
 
 async def test_the_service_hears_when_turns_begin_and_end():
@@ -349,6 +399,20 @@ async def test_a_conversation_can_be_seen_ended_and_kept_alive():
             "POST",
             "/kvturn/v1/conversations/c/keepalive?model=m",
             b'{"absence_s":"1"}',
+            400,
+            "absence_s",
+        ),
+        (
+            "POST",
+            "/kvturn/v1/conversations/c/keepalive?model=m",
+            b'{"absence_s":86401}',
+            400,
+            "absence_s",
+        ),
+        (
+            "POST",
+            "/kvturn/v1/conversations/c/keepalive?model=m",
+            b'{"absence_s":0}',
             400,
             "absence_s",
         ),

@@ -4,7 +4,7 @@ import json
 
 import openai
 import pytest
-from router_harness import FakeLease, Rig, event_loop_policy, router  # noqa: F401
+from router_harness import FakeLease, Rig, router
 from stub_engine import CHAT, Reply, Seen, chunk, event
 
 TOOLS = [

@@ -5,12 +5,7 @@ import json
 from typing import Any
 
 import pytest
-from router_harness import (  # noqa: F401
-    Rig,
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, StubEngine, chunk, event
 
 PROMPT_IDS = list(range(100, 140))

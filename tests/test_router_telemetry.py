@@ -8,12 +8,7 @@ import time
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from router_harness import (  # noqa: F401
-    FakeLease,
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
 from kvturn_router.telemetry import Telemetry, otlp_exporter, trace_context

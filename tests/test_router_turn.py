@@ -5,11 +5,7 @@ import gzip
 import json
 
 import pytest
-from router_harness import (  # noqa: F401
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]

@@ -4,12 +4,7 @@ import asyncio
 import json
 
 import pytest
-from router_harness import (  # noqa: F401
-    Client,
-    event_loop_policy,
-    router,
-    turn_body,
-)
+from router_harness import Client, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk
 
 BODY = json.dumps(turn_body()).encode()

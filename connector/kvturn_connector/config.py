@@ -14,6 +14,7 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 NAME_BYTES_MAX = 128
+ENDPOINTS_MAX = 16
 
 _PREFIX = "kvturn_"
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
@@ -28,8 +29,9 @@ class ConfigError(ValueError):
 class ConnectorConfig:
     """Settings of one engine's connector. Keys keep upstream's names where upstream has them."""
 
-    lease_endpoint: str
-    """`kvturn_lease_endpoint`: HOST:PORT of the lease service. Empty: behave as the stock one."""
+    lease_endpoints: tuple[str, ...]
+    """`kvturn_lease_endpoint`: HOST:PORT of the lease service, or of each of its processes with
+    commas between, at most 16. Empty: behave as the stock one."""
     engine_name: str
     """`kvturn_engine_name`: the engine's stable name across restarts, at most 128 bytes. Default:
     its NIXL engine id, which is new at each start."""
@@ -61,7 +63,7 @@ class ConnectorConfig:
     @property
     def active(self) -> bool:
         """True if kvturn does anything; otherwise the connector is the stock one."""
-        return bool(self.lease_endpoint) and self.bidirectional
+        return bool(self.lease_endpoints) and self.bidirectional
 
     @classmethod
     def from_extra(cls, extra: Mapping[str, Any]) -> ConnectorConfig:
@@ -84,7 +86,7 @@ class ConnectorConfig:
             if key.startswith(_PREFIX) and key not in known:
                 raise ConfigError(f"{key}: unknown key; known are {', '.join(sorted(known))}")
         return cls(
-            lease_endpoint=_host_port(extra, "kvturn_lease_endpoint"),
+            lease_endpoints=_endpoints(extra, "kvturn_lease_endpoint"),
             engine_name=_name(extra, "kvturn_engine_name"),
             http_address=_url(extra, "kvturn_http_address"),
             bidirectional=_flag(extra, "bidirectional_kv_xfer"),
@@ -137,14 +139,18 @@ def _name(extra: Mapping[str, Any], key: str) -> str:
     return name
 
 
-def _host_port(extra: Mapping[str, Any], key: str) -> str:
-    endpoint = _text(extra, key)
-    if endpoint and not _HOST_PORT.fullmatch(endpoint):
-        raise ConfigError(f'{key}: {endpoint!r} is not HOST:PORT, such as "127.0.0.1:50051"')
-    port = int(endpoint.rpartition(":")[2]) if endpoint else 1
-    if not 0 < port < 65_536:
-        raise ConfigError(f"{key}: port {port} is not between 1 and 65535")
-    return endpoint
+def _endpoints(extra: Mapping[str, Any], key: str) -> tuple[str, ...]:
+    text = _text(extra, key)
+    endpoints = tuple(part.strip() for part in text.split(",")) if text else ()
+    for endpoint in endpoints:
+        if not _HOST_PORT.fullmatch(endpoint):
+            raise ConfigError(f'{key}: {endpoint!r} is not HOST:PORT, such as "127.0.0.1:50051"')
+        port = int(endpoint.rpartition(":")[2])
+        if not 0 < port < 65_536:
+            raise ConfigError(f"{key}: port {port} is not between 1 and 65535")
+    if len(endpoints) > ENDPOINTS_MAX:
+        raise ConfigError(f"{key}: more than {ENDPOINTS_MAX} endpoints")
+    return endpoints
 
 
 def _url(extra: Mapping[str, Any], key: str) -> str:

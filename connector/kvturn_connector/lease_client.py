@@ -2,7 +2,10 @@
 
 vLLM's scheduler thread never waits for it. It hands over work with `ask`, `retain` and so on,
 which return at once, and picks results up from bounded queues on its next pass. The thread and the
-gRPC channel are made in the process that uses them, so a fork before that does no harm.
+gRPC channels are made in the process that uses them, so a fork before that does no harm.
+
+Questions and the session follow the leader (kvturn/lease_channels.py). Each session has a
+connection of its own: a dead one is not met twice, and a long inventory holds up no question.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
+from kvturn.lease_channels import LeaseChannels, Unanswered
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector.config import NS_PER_MS, NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import (
@@ -32,7 +36,7 @@ from kvturn_connector.retention import Freed
 from kvturn_connector.telemetry import Telemetry, metadata_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Sequence
+    from collections.abc import Callable, Coroutine, Mapping, Sequence
 
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
     from kvturn_connector.session import EngineSession
@@ -47,24 +51,15 @@ T = TypeVar("T")
 
 RECONNECT_MIN_S = 0.1
 RECONNECT_MAX_S = 0.5
-"""With the channel's own pause (1.2 s), a lease service that is back is found in two heartbeats."""
+"""Pause after all endpoints were tried: a leader that is back is found within two heartbeats."""
 OPEN_TIMEOUT_S = 2.0
+QUIET_HEARTBEATS = 1.5
+"""Nothing heard for so many heartbeats: whether the leader still leads is asked."""
 END_READ_TIMEOUT_S = 1.0
 END_READ_ATTEMPTS = 3
 SEND_QUEUE_MAX = 10_000
 TASKS_MAX = 10_000
 JOIN_TIMEOUT_S = 5.0
-MESSAGE_BYTES_MAX = 256 * 1024 * 1024
-
-_CHANNEL_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    # A frozen lease service is noticed by the session's own TTL; pings only for dead peers.
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.enable_http_proxy", 0),
-]
 
 
 def boottime_ns() -> int:
@@ -109,9 +104,14 @@ class LeaseClient:
         self._answers: deque[tuple[Question, Answer | int]] = deque()
         self._freed: deque[Freed] = deque()
         self._withdrawing: dict[int, int] = {}
+        self._reading: set[int] = set()
+        self._outlooks: dict[int, int] = {}
         self._outbox = asyncio.Queue[lease_pb2.EngineSessionRequest](SEND_QUEUE_MAX)
-        self._stub: LeaseServiceAsyncStub
+        self._channels: LeaseChannels
         self._telemetry: Telemetry
+        self._endpoint = ""
+        self._heard_ns = 0
+        self._quiet_ns = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -127,6 +127,11 @@ class LeaseClient:
     def registered(self) -> bool:
         """True while the engine has a session with the lease service."""
         return self._session.registered
+
+    @property
+    def silent(self) -> bool:
+        """True while the lease service does not answer: nothing is released at its word."""
+        return self._session.silent(self._clock())
 
     @property
     def vouching(self) -> bool:
@@ -175,6 +180,25 @@ class LeaseClient:
         """Retentions freed since the last call; their blocks go back to the pool."""
         return _drain(self._freed)
 
+    def take_reading(self) -> list[int]:
+        """Withdrawn retentions that were said, since the last call, to be still read."""
+        numbers = []
+        while self._reading:
+            numbers.append(self._reading.pop())
+        return numbers
+
+    def take_outlooks(self) -> list[tuple[int, int]]:
+        """Retentions whose outlook has changed since the last call, with the new one."""
+        changes = []
+        while self._outlooks:
+            changes.append(self._outlooks.popitem())
+        return changes
+
+    def gave_way(self, traceparent: str, attributes: Mapping[str, int]) -> None:
+        """Notes in the trace of the turn that needed memory what was given up for it."""
+        now_ns = time.time_ns()
+        self._call(lambda: self._telemetry.span("give_way", traceparent, now_ns, attributes).end())
+
     def shutdown(self) -> None:
         """Ends the session and the thread, within a few seconds."""
         self._call(lambda: self._main_task.cancel())
@@ -198,11 +222,13 @@ class LeaseClient:
 
     async def _main(self) -> None:
         self._telemetry = Telemetry(self._config.otlp_endpoint, self._engine_id)
-        channel = grpc.aio.insecure_channel(self._config.lease_endpoint, options=_CHANNEL_OPTIONS)
-        self._stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
+        self._channels = LeaseChannels(self._config.lease_endpoints, self._clock)
         self._started.set()
-        # Neither ends by itself. If one fails the thread ends, and all vouching with it.
-        endless = [asyncio.create_task(self._sessions()), asyncio.create_task(self._tick())]
+        # None ends by itself. If one fails the thread ends, and all vouching with it.
+        endless = [
+            asyncio.create_task(each)
+            for each in (self._sessions(), self._tick(), self._channels.run())
+        ]
         try:
             await asyncio.gather(*endless)
         finally:
@@ -210,81 +236,113 @@ class LeaseClient:
             for task in pending:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
-            await channel.close(grace=0.2)
+            await self._channels.close(grace_s=0.2)
             self._telemetry.shutdown()
 
     async def _sessions(self) -> None:
         """One session after the other, for as long as the engine lives."""
-        backoff_s = RECONNECT_MIN_S
+        pause_s = RECONNECT_MIN_S
+        tried: list[str] = []
         was_registered = True
         while True:
-            try:
-                await self._one_session()
-            except (
-                grpc.aio.AioRpcError,
-                asyncio.InvalidStateError,
-                TimeoutError,
-                ConnectionError,
-            ) as error:
-                reason = _reason(error)
-            except Exception:
-                # What one session brought does not end those after it.
-                logger.exception("kvturn: the session with the lease service failed")
-                reason = "an error of the connector"
-            else:
-                reason = "the stream ended"
-            if self._session.registered:
-                backoff_s = RECONNECT_MIN_S
-            if self._session.registered or was_registered:
+            endpoint = self._channels.leader.next(tried)
+            if endpoint is None:
+                tried.clear()
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RECONNECT_MAX_S)
+                continue
+            tried.append(endpoint)
+            reason = await self._whole_session(endpoint)
+            registered = self._session.registered
+            if registered or was_registered:
                 logger.warning(
                     "kvturn: no session with the lease service at %s (%s); turns recompute "
-                    "until it is back",
-                    self._config.lease_endpoint,
+                    "until there is one",
+                    endpoint,
                     reason,
                 )
-            was_registered = self._session.registered
+            was_registered = registered
             self._session.close()
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, RECONNECT_MAX_S)
+            if registered:
+                tried.clear()
+                pause_s = RECONNECT_MIN_S
+                await asyncio.sleep(pause_s)
 
-    async def _one_session(self) -> None:
-        call = self._stub.EngineSession()  # type: ignore[call-arg]
+    async def _whole_session(self, endpoint: str) -> str:
+        """Returns why it ended. Whom to try next is up to what the channels have heard."""
+        began_ns = self._clock()
         try:
-            async with asyncio.timeout(OPEN_TIMEOUT_S):
-                await call.wait_for_connection()
-                self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
-                # Not before: from here on all that is held counts as vouched for, and without a
-                # lease service that must run out.
-                await call.write(self._session.open(self._clock()))
-            writer = asyncio.create_task(self._write(call))
-            watch = asyncio.create_task(self._read(call))
-            broken = asyncio.create_task(self._until_broken())
-            try:
-                await asyncio.wait((writer, watch, broken), return_when=asyncio.FIRST_COMPLETED)
-                for task in (watch, writer):
-                    if task.done():
-                        task.result()
-                if broken.done():
-                    raise ConnectionError("silent for a session TTL, or out of sequence")
-            finally:
-                for task in (writer, watch, broken):
-                    task.cancel()
-                await asyncio.gather(writer, watch, broken, return_exceptions=True)
+            await self._one_session(endpoint)
+        except grpc.aio.AioRpcError as error:
+            self._channels.refused(endpoint, error, began_ns)
+            return f"{error.code().name}: {error.details()}"
+        except TimeoutError:
+            self._channels.silent(endpoint, began_ns)
+            return "no connection in time"
+        except (asyncio.InvalidStateError, ConnectionError) as error:
+            return str(error) or "no connection"
+        except Exception:
+            # What one session brought does not end those after it.
+            logger.exception("kvturn: the session with the lease service failed")
+            return "an error of the connector"
+        return "the stream ended"
+
+    async def _one_session(self, endpoint: str) -> None:
+        """Holds a session for as long as no other endpoint is known to lead."""
+        channel = self._channels.connect(endpoint)
+        stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
+        call = stub.EngineSession()  # type: ignore[call-arg]
+        session = asyncio.create_task(self._hold_session(endpoint, call))
+        moved = asyncio.create_task(self._channels.another_leads(endpoint))
+        try:
+            await asyncio.wait((session, moved), return_when=asyncio.FIRST_COMPLETED)
+            if not session.done():
+                raise ConnectionError("another one leads")
+            session.result()
         finally:
+            session.cancel()
+            moved.cancel()
+            await asyncio.gather(session, moved, return_exceptions=True)
             call.cancel()
+            await channel.close(None)
+
+    async def _hold_session(self, endpoint: str, call: SessionCall) -> None:
+        async with asyncio.timeout(OPEN_TIMEOUT_S):
+            await call.wait_for_connection()
+            self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
+            # Not before: from here on all that is held counts as vouched for, and without a
+            # lease service that must run out.
+            await call.write(self._session.open(self._clock()))
+        writer = asyncio.create_task(self._write(call))
+        watch = asyncio.create_task(self._read(endpoint, call))
+        broken = asyncio.create_task(self._until_broken())
+        try:
+            await asyncio.wait((writer, watch, broken), return_when=asyncio.FIRST_COMPLETED)
+            for task in (watch, writer):
+                if task.done():
+                    task.result()
+            if broken.done():
+                raise ConnectionError("silent for a session TTL, or out of sequence")
+        finally:
+            for task in (writer, watch, broken):
+                task.cancel()
+            await asyncio.gather(writer, watch, broken, return_exceptions=True)
 
     async def _write(self, call: SessionCall) -> None:
         while True:
             await call.write(await self._outbox.get())
 
-    async def _read(self, call: SessionCall) -> None:
-        was_registered = False
+    async def _read(self, endpoint: str, call: SessionCall) -> None:
+        self._endpoint = endpoint
         while (response := await call.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
             assert isinstance(response, lease_pb2.EngineSessionResponse)
             self._send(self._session.receive(response, self._clock()))
-            if self._session.registered and not was_registered:
-                was_registered = True
-                logger.info("kvturn: registered with %s", self._config.lease_endpoint)
+            self._heard_ns = self._clock()
+            if response.HasField("registered") and self._session.registered:
+                heartbeat_ns = response.registered.heartbeat_interval.ToNanoseconds()
+                self._quiet_ns = round(QUIET_HEARTBEATS * heartbeat_ns)
+                self._channels.leads(endpoint)
+                logger.info("kvturn: registered with %s", endpoint)
 
     async def _until_broken(self) -> None:
         while not self._session.broken:
@@ -294,11 +352,16 @@ class LeaseClient:
     async def _tick(self) -> None:
         while True:
             self._send(self._session.tick(self._clock()))
+            if self._session.registered and self._clock() > self._heard_ns + self._quiet_ns:
+                self._channels.doubt(self._endpoint)
             delay_ns = self._session.next_deadline_ns() - self._clock()
             await asyncio.sleep(max(delay_ns, NS_PER_MS) / NS_PER_S)
 
     def _send(self, requests: list[lease_pb2.EngineSessionRequest]) -> None:
         self._give_back(self._session.retentions.take_freed())
+        # Only what concerns retentions: no more than there are, however long nobody takes them.
+        self._reading |= self._session.take_reading()
+        self._outlooks |= self._session.take_outlooks()
         for request in requests:
             try:
                 self._outbox.put_nowait(request)
@@ -358,17 +421,23 @@ class LeaseClient:
         )
         result: Answer | int
         try:
-            response = await self._stub.BeginRead(
+            response = await self._channels.ask(
+                lambda stub: stub.BeginRead,
                 lease_pb2.BeginReadRequest(
                     lease_id=question.lease_id,
                     conversation=question.conversation,
                     reader_engine_id=self._engine_id,
                 ),
-                timeout=self._config.question_deadline_ns / NS_PER_S,
+                timeout_s=self._config.question_deadline_ns / NS_PER_S,
                 metadata=metadata_of(span),
             )
             result = self._answer(question, response)
             span.set_attribute("kvturn.granted", response.granted)
+        except Unanswered as problem:
+            result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
+            if problem.store_unavailable:
+                result = common_pb2.VERDICT_STORE_UNAVAILABLE
+            span.set_attribute("kvturn.unanswered", problem.reason)
         except grpc.aio.AioRpcError as error:
             result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
             span.set_attribute("rpc.grpc.status_code", error.code().value[0])
@@ -425,8 +494,13 @@ class LeaseClient:
             if attempt:
                 await asyncio.sleep(RECONNECT_MIN_S * 2**attempt)
             # Not told in the end: the lease service ends the read by itself at K*R.
-            with contextlib.suppress(grpc.aio.AioRpcError):
-                await self._stub.EndRead(end, timeout=END_READ_TIMEOUT_S, metadata=metadata)
+            with contextlib.suppress(Unanswered, grpc.aio.AioRpcError):
+                await self._channels.ask(
+                    lambda stub: stub.EndRead,
+                    end,
+                    timeout_s=END_READ_TIMEOUT_S,
+                    metadata=metadata,
+                )
                 return
 
     # --- crossing over ------------------------------------------------------------------------
@@ -461,9 +535,3 @@ def _about(offer: common_pb2.Retention) -> dict[str, str | int]:
         "kvturn.retained_blocks": sum(len(group.block_ids) for group in offer.groups),
         "kvturn.local_tokens": offer.local_cached_tokens,
     }
-
-
-def _reason(error: Exception) -> str:
-    if isinstance(error, grpc.aio.AioRpcError):
-        return f"{error.code().name}: {error.details()}"
-    return str(error) or "no connection in time"

@@ -77,8 +77,12 @@ def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
     legs = Legs(RequestIds(), config.engine_authorization)
     book = ConversationBook(config.conversations_max)
     lease = (
-        LeaseClient(config.lease, question_deadline_ms=config.question_deadline_ms)
-        if config.lease is not None
+        LeaseClient(
+            config.lease,
+            question_deadline_ms=config.question_deadline_ms,
+            clock_ns=boottime_ns,
+        )
+        if config.lease
         else None
     )
     handles = HandleBook(handles_max=config.stock_handles_max, ttl_ns=int(config.stock_ttl_s * 1e9))
@@ -99,7 +103,6 @@ def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
         forwarder=forwarder,
         fleet=fleet,
         book=book,
-        lease=lease,
         gate=gate,
         authorization=config.engine_authorization,
     )

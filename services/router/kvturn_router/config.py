@@ -6,6 +6,7 @@ list in their variable. A wrong value is refused by name, in one line.
 """
 
 import argparse
+import difflib
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +37,8 @@ class RouterConfig:
     """Prefill engines, at least one."""
     decodes: tuple[EngineAddress, ...]
     """Decode engines, at least one."""
-    lease: str | None
-    """HOST:PORT of the lease service, None for none."""
+    lease: tuple[str, ...]
+    """HOST:PORT of each process of the lease service, empty for none."""
     stock_reuse: bool
     """Whether to reuse through stock engines' own handles; only without a lease service."""
     stock_ttl_s: float
@@ -121,11 +122,16 @@ def _engines(text: str) -> tuple[EngineAddress, ...]:
     return tuple(engine_address(url.strip()) for url in text.split(",") if url.strip())
 
 
-def _host_port(text: str) -> str:
-    host, _, port = text.strip().rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_536:
-        raise ValueError("must be HOST:PORT")
-    return text.strip()
+def _endpoints(text: str) -> tuple[str, ...]:
+    endpoints = tuple(part.strip() for part in text.split(","))
+    for endpoint in endpoints:
+        host, _, port = endpoint.rpartition(":")
+        # Where isdecimal() holds int() takes it; isdigit() holds for more than that.
+        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
+            raise ValueError("must be HOST:PORT, or several with commas between")
+    if len(endpoints) > _ENDPOINTS_MAX:
+        raise ValueError(f"must name at most {_ENDPOINTS_MAX} endpoints")
+    return endpoints
 
 
 def _switch(text: str) -> bool:
@@ -170,12 +176,13 @@ def _endpoint(text: str) -> str:
 
 _PORT = _whole(0, 65_535)
 _COUNT_MAX = 10_000_000
+_ENDPOINTS_MAX: Final = 16
 
 _FLAGS: Final = (
     _Flag("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
     _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
     _Flag("grpc-port", _PORT, 8001, "N", "gRPC port, 0 for any free one"),
-    _Flag("lease", _host_port, None, "HOST:PORT", "lease service; without it nothing is reused"),
+    _Flag("lease", _endpoints, (), "HOST:PORT,...", "lease service; without it nothing is reused"),
     _Flag("stock-ttl-s", _seconds(1), 400.0, "S", "use of a stock handle, below decode's own TTL"),
     _Flag("stock-handles-max", _whole(1, _COUNT_MAX), 10_000, "N", "stock handles in memory"),
     _Flag("question-deadline-ms", _whole(1, 10_000), 50, "MS", "wait for the lease service"),
@@ -204,6 +211,11 @@ _SWITCHES: Final = (
     _Flag("no-grpc", _switch, False, "", "no gRPC front"),
     _Flag("stock-reuse", _switch, False, "", "reuse through stock engines' own handles"),
 )
+_ALL: Final = (*_FLAGS, *_REPEATED, *_SWITCHES)
+
+
+def _variable(flag: _Flag) -> str:
+    return _VARIABLE + flag.name.replace("-", "_").upper()
 
 
 class _Parser(argparse.ArgumentParser):
@@ -219,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Each flag has a variable: --grpc-port is also {_VARIABLE}GRPC_PORT.",
     )
     for flag in _FLAGS:
-        default = "" if flag.default is None else f" (default {flag.default})"
+        default = "" if flag.default in (None, ()) else f" (default {flag.default})"
         names = ["--grace-s", "--grace"] if flag.name == "grace-s" else [f"--{flag.name}"]
         parser.add_argument(*names, metavar=flag.metavar, help=flag.about + default)
     for flag in _REPEATED:
@@ -234,10 +246,11 @@ def _parser() -> argparse.ArgumentParser:
 def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.environ) -> RouterConfig:
     """Returns the settings. Raises ConfigError; `--help` prints and raises SystemExit."""
     given = vars(_parser().parse_args(list(argv)))
+    _refuse_unknown_variables(environment)
     values: dict[str, Any] = {}
-    for flag in (*_FLAGS, *_REPEATED, *_SWITCHES):
+    for flag in _ALL:
         name = flag.name.replace("-", "_")
-        values[name] = _value(flag, given[name], environment.get(_VARIABLE + name.upper()))
+        values[name] = _value(flag, given[name], environment.get(_variable(flag)))
     if values["otlp_endpoint"] is None and environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         values["otlp_endpoint"] = environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/")
     _refuse_contradictions(values)
@@ -277,11 +290,22 @@ def _value(flag: _Flag, given: str | list[str] | None, variable: str | None) -> 
     if text is None:
         if variable is None:
             return flag.default
-        text, name = variable, _VARIABLE + flag.name.replace("-", "_").upper()
+        text, name = variable, _variable(flag)
     try:
         return flag.read(text)
     except ValueError as error:
         raise ConfigError(f"{name} {text!r} {error}") from None
+
+
+def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
+    """A misspelt variable would be a setting that silently does not hold."""
+    flags = {_variable(flag): flag for flag in _ALL}
+    for name in sorted(environment):
+        if name.startswith(_VARIABLE) and name not in flags:
+            close = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"{name} is not a setting; did you mean {close} (--{flags[close].name})?"
+            )
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

@@ -17,6 +17,10 @@ from kvturn_router.verdict import Verdict
 NAME_BYTES_MAX = 256
 """Longest tenant, model or conversation id, in bytes of UTF-8."""
 
+ABSENCE_S_MIN = 0.001
+ABSENCE_S_MAX = 24 * 3600
+"""Longest absence that a client may declare; the lease service cuts it to its longest hold."""
+
 REPORTS_MAX = 64
 """Turns remembered per conversation."""
 
@@ -71,6 +75,14 @@ def checked_name(field: str, name: str) -> str:
     if not 1 <= size <= NAME_BYTES_MAX:
         raise bad_field(field, f"{field} must have 1 to {NAME_BYTES_MAX} bytes, not {size}.")
     return name
+
+
+def checked_absence_s(field: str, absence_s: float) -> float:
+    """Returns the absence; raises TurnError 400 naming `field` if it is out of range."""
+    # Written so that NaN, too, is out of range.
+    if not ABSENCE_S_MIN <= absence_s <= ABSENCE_S_MAX:
+        raise bad_field(field, f"{field} must be {ABSENCE_S_MIN} to {ABSENCE_S_MAX} seconds.")
+    return absence_s
 
 
 def header_value(name: str) -> bytes:

@@ -146,6 +146,17 @@ class Forwarder:
             self.stock.forget(key)
         return 0 if self.lease is None else await self.lease.end_conversation(key)
 
+    async def keep_alive(self, key: ConversationKey, absence_s: float | None) -> float:
+        """Keeps a conversation's KV for a client that will be back; returns for how many seconds.
+
+        Raises TurnError 501 without a lease service, else as `LeaseClient.keep_alive`.
+        """
+        if self.lease is None:
+            raise TurnError(
+                501, "There is no lease service to keep it alive at.", reason="NOT_OFFERED"
+            )
+        return await self.lease.keep_alive(key, absence_s)
+
     def release(self, engine: Engine, request: TurnRequest, transfer: bytes) -> None:
         """Has decode fetch, and so release, what prefill holds for a turn that is over."""
         if len(self._releases) >= _RELEASES_MAX:

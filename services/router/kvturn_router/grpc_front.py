@@ -19,7 +19,13 @@ from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
-from kvturn_router.conversation import ConversationBook, ConversationKey, TurnReport, checked_name
+from kvturn_router.conversation import (
+    ConversationBook,
+    ConversationKey,
+    TurnReport,
+    checked_absence_s,
+    checked_name,
+)
 from kvturn_router.engine_http import Exchange
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import Fleet
@@ -301,6 +307,23 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         except TurnError as error:
             await abort(context, error)
         return router_pb2.RouterServiceEndConversationResponse(leases_ended=ended)
+
+    async def KeepConversationAlive(
+        self,
+        request: router_pb2.RouterServiceKeepConversationAliveRequest,
+        context: Context,
+    ) -> router_pb2.RouterServiceKeepConversationAliveResponse:
+        """Keeps a conversation's KV for a client that will be back."""
+        try:
+            key = self._key(request.conversation_id, request.model, context)
+            absence_s = None
+            if request.HasField("absence"):
+                absence_s = request.absence.seconds + request.absence.nanos / 1e9
+                checked_absence_s("absence", absence_s)
+            kept_s = await self._forwarder.keep_alive(key, absence_s)
+        except TurnError as error:
+            await abort(context, error)
+        return router_pb2.RouterServiceKeepConversationAliveResponse(kept=_duration(kept_s * 1000))
 
     def _turn(
         self,

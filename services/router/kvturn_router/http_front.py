@@ -14,6 +14,7 @@ from kvturn_router.conversation import (
     ConversationBook,
     ConversationKey,
     TurnReport,
+    checked_absence_s,
     checked_name,
     header_value,
 )
@@ -31,7 +32,6 @@ from kvturn_router.intake import (
     client_request_id,
     tenant_of,
 )
-from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import engine_error, no_engine, relayed_headers, whole_body
 
 logger = logging.getLogger("kvturn.router.http")
@@ -41,7 +41,6 @@ _MODELS_SILENCE_S: Final = 10.0
 Work = Callable[[], Coroutine[None, None, None]]
 
 _JSON: Final = ((b"content-type", b"application/json"),)
-_ABSENCE_S_MAX: Final = 7 * 24 * 3600
 
 
 class TurnAnswer:
@@ -92,7 +91,7 @@ def report_headers(key: ConversationKey, report: TurnReport) -> list[tuple[bytes
 
 
 class HttpFront:
-    """Serves the routes. `lease` is None where there is no lease service."""
+    """Serves the routes."""
 
     def __init__(
         self,
@@ -101,7 +100,6 @@ class HttpFront:
         forwarder: Forwarder,
         fleet: Fleet,
         book: ConversationBook,
-        lease: LeaseClient | None,
         gate: Gate,
         authorization: bytes | None,
     ) -> None:
@@ -109,7 +107,6 @@ class HttpFront:
         self._forwarder = forwarder
         self._fleet = fleet
         self._book = book
-        self._lease = lease
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
@@ -276,14 +273,10 @@ class HttpFront:
     async def _keep_alive(
         self, answer: HttpAnswer, request: HttpRequest, key: ConversationKey
     ) -> None:
-        if self._lease is None:
-            raise TurnError(
-                501, "There is no lease service to keep it alive at.", reason="NOT_OFFERED"
-            )
         absence_s = given_number(parse(request.body), "absence_s") if request.body else None
-        if absence_s is not None and not 0 < absence_s <= _ABSENCE_S_MAX:
-            raise bad_field("absence_s", f"absence_s must be above 0 and at most {_ABSENCE_S_MAX}.")
-        kept_s = await self._lease.keep_alive(key, absence_s)
+        if absence_s is not None:
+            checked_absence_s("absence_s", absence_s)
+        kept_s = await self._forwarder.keep_alive(key, absence_s)
         answer.whole(200, _JSON, msgspec.json.encode({"kept_s": kept_s}))
 
 

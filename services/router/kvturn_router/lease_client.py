@@ -7,25 +7,21 @@ they arrive in order, and through a bounded queue.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, NamedTuple, cast
+from collections.abc import Awaitable, Callable, Sequence
+from typing import NamedTuple, cast
 
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn.lease_channels import LeaseChannels, Metadata, Unanswered
+from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.errors import TurnError
 from kvturn_router.plan import Resolution
 from kvturn_router.verdict import Verdict, verdict_named
 
-if TYPE_CHECKING:
-    from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
-
 logger = logging.getLogger("kvturn.router.lease")
-
-Metadata = tuple[tuple[str, str | bytes], ...]
 
 _TOUCHES_MAX = 10_000
 """Conversations with signs of life waiting to be sent; beyond it new ones are dropped."""
@@ -35,16 +31,6 @@ _TOUCH_TRIES = 3
 _CALL_DEADLINE_S = 1.0
 _LONGEST_READ_MS = 3_000
 """Longest read where the lease service does not say."""
-
-_CHANNEL_OPTIONS = (
-    # One attempt per call: the deadline is far below a retry's backoff.
-    ("grpc.enable_retries", 0),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1_000),
-    # An idle channel would have to connect again within the question deadline.
-    ("grpc.client_idle_timeout_ms", 2**31 - 1),
-)
 
 
 class ReadState(NamedTuple):
@@ -59,27 +45,37 @@ class ReadState(NamedTuple):
 
 
 class LeaseClient:
-    """Asks the lease service at `target` (HOST:PORT).
+    """Asks the lease service, whichever of its processes at `endpoints` (HOST:PORT) leads.
 
-    `question_deadline_ms` bounds what a turn waits for an answer.
+    `question_deadline_ms` bounds what a turn waits for an answer, all endpoints
+    together. `clock_ns` is CLOCK_BOOTTIME.
     """
 
-    def __init__(self, target: str, *, question_deadline_ms: int) -> None:
-        self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        self._stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(self._channel))
-        self._target = target
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        question_deadline_ms: int,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._channels = LeaseChannels(endpoints, clock_ns)
+        self._names = ", ".join(endpoints)
         self._question_s = question_deadline_ms / 1000
         self._answering = True
         self._touches = _TouchQueue(self._send_touch)
+        self._run: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Connects ahead of the first question."""
-        self._channel.get_state(try_to_connect=True)
+        """Connects, and finds out who leads, ahead of the first question."""
+        self._run = asyncio.get_running_loop().create_task(self._channels.run())
 
     async def stop(self) -> None:
-        """Gives up what is on its way and closes the channel."""
+        """Gives up what is on its way and closes the channels."""
         await self._touches.stop()
-        await self._channel.close(None)
+        if self._run is not None:
+            self._run.cancel()
+            await asyncio.gather(self._run, return_exceptions=True)
+        await self._channels.close()
 
     async def resolve(
         self, key: ConversationKey, expected_turn: int, metadata: Metadata
@@ -94,13 +90,21 @@ class LeaseClient:
             request.expected_turn = expected_turn
             request.wait.CopyFrom(_duration(self._question_s * 0.6))
         try:
-            answer = await self._stub.ResolveConversation(
-                request, timeout=self._question_s, metadata=metadata
+            answer = await self._channels.ask(
+                lambda stub: stub.ResolveConversation,
+                request,
+                timeout_s=self._question_s,
+                metadata=metadata,
             )
-        except grpc.RpcError as error:
-            self._heard(error)
+        except Unanswered as problem:
+            self._heard(problem.reason)
+            if problem.store_unavailable:
+                return Resolution(Verdict.STORE_UNAVAILABLE)
             return Resolution(Verdict.LEASE_SERVICE_UNREACHABLE)
-        self._heard(None)
+        except grpc.aio.AioRpcError as error:
+            self._heard(error.code().name)
+            return Resolution(Verdict.LEASE_SERVICE_UNREACHABLE)
+        self._heard("")
         if answer.lease_id:
             return Resolution(
                 None,
@@ -113,11 +117,15 @@ class LeaseClient:
     async def read_state(self, lease_id: str) -> ReadState | None:
         """Returns how the lease's read stands, None if the service does not answer."""
         try:
-            answer = await self._stub.GetLease(
-                lease_pb2.GetLeaseRequest(lease_id=lease_id), timeout=_CALL_DEADLINE_S
+            answer = await self._channels.ask(
+                lambda stub: stub.GetLease,
+                lease_pb2.GetLeaseRequest(lease_id=lease_id),
+                timeout_s=_CALL_DEADLINE_S,
             )
-        except grpc.RpcError as error:
-            over = _code(error) is grpc.StatusCode.NOT_FOUND
+        except Unanswered:
+            return None
+        except grpc.aio.AioRpcError as error:
+            over = error.code() is grpc.StatusCode.NOT_FOUND
             return ReadState(None, over) if over else None
         if not answer.lease.HasField("reading_for"):
             return ReadState(None, answer.lease.state == lease_pb2.Lease.STATE_ENDING)
@@ -141,8 +149,10 @@ class LeaseClient:
         """
         request = lease_pb2.EndConversationRequest(conversation=_message(key))
         try:
-            answer = await self._stub.EndConversation(request, timeout=_CALL_DEADLINE_S)
-        except grpc.RpcError as error:
+            answer = await self._channels.ask(
+                lambda stub: stub.EndConversation, request, timeout_s=_CALL_DEADLINE_S
+            )
+        except (Unanswered, grpc.aio.AioRpcError) as error:
             raise _turn_error(error) from None
         return int(answer.leases_ended)
 
@@ -155,8 +165,10 @@ class LeaseClient:
         if absence_s is not None:
             request.absence.CopyFrom(_duration(absence_s))
         try:
-            answer = await self._stub.KeepConversationAlive(request, timeout=_CALL_DEADLINE_S)
-        except grpc.RpcError as error:
+            answer = await self._channels.ask(
+                lambda stub: stub.KeepConversationAlive, request, timeout_s=_CALL_DEADLINE_S
+            )
+        except (Unanswered, grpc.aio.AioRpcError) as error:
             raise _turn_error(error) from None
         return float(answer.kept.ToMilliseconds() / 1000)
 
@@ -165,22 +177,26 @@ class LeaseClient:
             conversation=_message(key), turns_in_flight_delta=delta
         )
         try:
-            await self._stub.TouchConversation(request, timeout=_TOUCH_DEADLINE_S)
-        except grpc.RpcError as error:
-            return _code(error) is grpc.StatusCode.INVALID_ARGUMENT
+            await self._channels.ask(
+                lambda stub: stub.TouchConversation, request, timeout_s=_TOUCH_DEADLINE_S
+            )
+        except Unanswered:
+            return False
+        except grpc.aio.AioRpcError as error:
+            return error.code() is grpc.StatusCode.INVALID_ARGUMENT
         return True
 
-    def _heard(self, error: grpc.RpcError | None) -> None:
+    def _heard(self, problem: str) -> None:
         # One line per change, not per turn.
-        if error is None and not self._answering:
-            logger.warning("the lease service at %s answers again", self._target)
-        elif error is not None and self._answering:
+        if not problem and not self._answering:
+            logger.warning("the lease service at %s answers again", self._names)
+        elif problem and self._answering:
             logger.warning(
                 "the lease service at %s does not answer (%s); turns recompute",
-                self._target,
-                _code(error).name,
+                self._names,
+                problem,
             )
-        self._answering = error is None
+        self._answering = not problem
 
 
 class _TouchQueue:
@@ -263,21 +279,19 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
-def _code(error: grpc.RpcError) -> grpc.StatusCode:
-    assert isinstance(error, grpc.aio.AioRpcError)
-    return error.code()
-
-
-def _turn_error(error: grpc.RpcError) -> TurnError:
-    code = _code(error)
-    assert isinstance(error, grpc.aio.AioRpcError)
-    if code is grpc.StatusCode.NOT_FOUND:
+def _turn_error(error: Unanswered | grpc.aio.AioRpcError) -> TurnError:
+    if isinstance(error, Unanswered):
+        why = error.reason
+    elif error.code() is grpc.StatusCode.NOT_FOUND:
         return TurnError(404, "No such conversation is held.", reason="CONVERSATION_NOT_FOUND")
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
+    elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return TurnError(400, error.details() or "refused", reason="FIELD_INVALID")
+    else:
+        why = error.code().name
+    store = why == "STORE_UNAVAILABLE"
     return TurnError(
         503,
-        f"The lease service does not answer ({code.name}).",
-        reason="LEASE_SERVICE_UNREACHABLE",
+        f"The lease service does not answer ({why}).",
+        reason=why if store else "LEASE_SERVICE_UNREACHABLE",
         retry_after_s=1,
     )
