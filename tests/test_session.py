@@ -657,3 +657,33 @@ def test_pressure_while_the_lease_service_is_away_frees_at_once() -> None:
     assert engine.withdraw_all({1: PRESSURE, 2: PRESSURE}, START_NS + 2) == []
     assert freed(engine) == [2]
     assert len(engine.open(START_NS + 3).register.inventory) == 0
+
+
+def test_acknowledgement_tells_what_is_read_and_what_will_go_on() -> None:
+    """By retention number, each change once; lease ids of other sessions mean nothing."""
+    engine = make()
+    service = begin(engine, START_NS)
+    for number in (1, 2):
+        retain(engine, number, START_NS)
+    engine.withdraw(1, PRESSURE, START_NS)
+    ack = lease_pb2.HeartbeatAck(reading=["inc.1.1", "inc.2.9"])
+    ack.outlooks.add(lease_id="inc.2.1", outlook=lease_pb2.OUTLOOK_IDLE)
+    ack.outlooks.add(lease_id="other.2.1", outlook=lease_pb2.OUTLOOK_IDLE)
+    service.send(START_NS, heartbeat_ack=ack)
+    assert engine.take_reading() == {1}
+    assert engine.take_outlooks() == {2: lease_pb2.OUTLOOK_IDLE}
+    assert engine.take_reading() == set()
+    assert engine.take_outlooks() == {}
+
+
+def test_lease_service_is_silent_after_two_heartbeats_and_without_a_session() -> None:
+    """Only while it answers do withdrawals free within milliseconds."""
+    engine = make()
+    assert engine.silent(START_NS)
+    service = begin(engine, START_NS)
+    assert not engine.silent(START_NS + 2 * HEARTBEAT_NS)
+    assert engine.silent(START_NS + 2 * HEARTBEAT_NS + 1)
+    service.ack(START_NS + 3 * HEARTBEAT_NS)
+    assert not engine.silent(START_NS + 3 * HEARTBEAT_NS)
+    engine.close()
+    assert engine.silent(START_NS + 3 * HEARTBEAT_NS)

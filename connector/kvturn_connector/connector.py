@@ -8,7 +8,7 @@ per rank). Without `kvturn_lease_endpoint`, or with `bidirectional_kv_xfer: fals
 from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
@@ -22,6 +22,7 @@ from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import ConfigError, ConnectorConfig
 from kvturn_connector.decode import DecodeScheduler, engine_waker
 from kvturn_connector.lease_client import LeaseClient
+from kvturn_connector.metrics import KvturnPromMetrics, KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
@@ -29,6 +30,7 @@ from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata, nixl_pro
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorStats
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
@@ -84,6 +86,22 @@ class KvturnConnector(NixlPullConnector):
         if isinstance(self.connector_worker, KvturnWorker):
             return self.connector_worker.worker_metadata()
         return None
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """Stock's of this rank, or what the scheduler side did with retentions."""
+        if isinstance(self.connector_scheduler, DecodeScheduler):
+            return self.connector_scheduler.take_stats()
+        return super().get_kv_connector_stats()
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """Statistics as they came from an engine, or empty ones."""
+        return KvturnStats(data=data) if data is not None else KvturnStats()
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any, **kwargs: Any) -> KvturnPromMetrics:
+        """What `/metrics` shows of them."""
+        return KvturnPromMetrics(*args, **kwargs)
 
     def reset_cache(self) -> bool | None:
         """Gives up all retentions. False while their release is awaited: call again."""

@@ -5,6 +5,10 @@ block pool, and the request itself is let go. Stock code instead keeps the reque
 which keeps an idle engine stepping a thousand times a second and lets only the worker free the
 blocks. With a reference of our own the blocks can go back in the scheduler thread, in the next
 step after the lease service has confirmed that nobody reads them.
+
+When requests want more blocks than are free, retentions are given up: `victims.py` says which. What
+has been given up counts as on its way only for a short time: a retention that is being read, or a
+lease service that does not answer, can take seconds, and others are then given up as well.
 """
 
 from __future__ import annotations
@@ -17,8 +21,12 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.engine import EngineCoreRequestType
 
 from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.config import NS_PER_MS
+from kvturn_connector.lease_client import boottime_ns
+from kvturn_connector.metrics import OUTLOOKS, RETAINED_BLOCKS, KvturnStats
 from kvturn_connector.scheduler import LeasedScheduler
 from kvturn_connector.turn import Turn, scope_of
+from kvturn_connector.victims import Victims
 from kvturn_connector.worker import KvturnWorkerMetadata
 
 if TYPE_CHECKING:
@@ -43,6 +51,12 @@ NOTICES_MAX = 10_000
 """Leases of which some ranks have had notice and some have not; the oldest are forgotten."""
 IN_FLIGHT_STEPS = 2
 """Engine steps after which no step that was in flight at the end of a request still writes."""
+LATE_NS = 200 * NS_PER_MS
+"""A release usually comes within milliseconds; after this long others are given up as well."""
+HEADROOM = 16
+"""One block in so many is kept free, so that running requests can grow while a release comes."""
+HEADROOM_SILENT = 4
+"""The same while the lease service is silent: then blocks come back seconds later."""
 
 
 @dataclass(slots=True)
@@ -52,7 +66,17 @@ class Held:
     blocks: list[KVCacheBlock]
     free_from_step: int
     """First step in which they may go back to the pool."""
-    withdrawn: bool = False
+    outlook: int = lease_pb2.OUTLOOK_NORMAL
+    """What the lease service expects of the conversation."""
+
+
+@dataclass(slots=True)
+class Wanted:
+    """Blocks that a request has yet to get."""
+
+    blocks: int
+    traceparent: str
+    """Trace context of its turn."""
 
 
 def engine_waker() -> Callable[[], None]:
@@ -88,9 +112,17 @@ class DecodeScheduler(LeasedScheduler):
         self._step = 0
         self._numbers = 0
         self._held: dict[int, Held] = {}
+        self._victims = Victims()
+        self._withdrawn: dict[int, int] = {}
+        """Retentions that are held only until their release, with when they were given up."""
+        self._late: set[int] = set()
+        """Those of them that are not waited for."""
         self._freeing: list[int] = []
         self._arriving: set[str] = set()
-        self._wanted_blocks: dict[str, int] = {}
+        self._wanted: dict[str, Wanted] = {}
+        self._stats = KvturnStats()
+        self._retained_blocks = 0
+        self._told_retained_blocks = 0
         self._notices: dict[str, int] = {}
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
@@ -116,7 +148,7 @@ class DecodeScheduler(LeasedScheduler):
         return lease_pb2.KvMemory(
             total_blocks=self._pool.num_gpu_blocks - 1,  # One is vLLM's null block.
             free_blocks=self._pool.get_num_free_blocks(),
-            retained_blocks=sum(len(held.blocks) for held in list(self._held.values())),
+            retained_blocks=self._retained_blocks,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -136,10 +168,11 @@ class DecodeScheduler(LeasedScheduler):
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
         """As stock's; a request whose KV is still arriving has nothing to retain."""
-        allocated = sum(len(group) for group in blocks.blocks[:1])
-        wanted = self._wanted_blocks.pop(request.request_id, 0) - allocated
-        if wanted > 0:  # The first chunk of a long prompt.
-            self._wanted_blocks[request.request_id] = wanted
+        wanted = self._wanted.get(request.request_id)
+        if wanted is not None:
+            wanted.blocks -= sum(len(group) for group in blocks.blocks[:1])
+            if wanted.blocks <= 0:  # Otherwise it was the first chunk of a long prompt.
+                del self._wanted[request.request_id]
         if num_external_tokens > 0:
             self._arriving.add(request.request_id)
         super().update_state_after_alloc(request, blocks, num_external_tokens)
@@ -147,6 +180,10 @@ class DecodeScheduler(LeasedScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         """As stock's; once a step, frees what may go and asks for more if memory is short."""
         self._step += 1
+        for number, outlook in self._client.take_outlooks():
+            if number in self._held:
+                self._held[number].outlook = outlook
+                self._victims.outlook(number, outlook)
         self._return_blocks()
         self._give_way()
         return super().build_connector_meta(scheduler_output)
@@ -174,7 +211,7 @@ class DecodeScheduler(LeasedScheduler):
         params = request.kv_transfer_params
         arriving = request_id in self._arriving
         self._arriving.discard(request_id)
-        self._wanted_blocks.pop(request_id, None)
+        self._wanted.pop(request_id, None)
         if not params or params.get("do_remote_decode") or params.get("do_remote_prefill"):
             # A prefill leg, or one that ended before it was scheduled: stock code tells prefill.
             return super().request_finished(request, block_ids)
@@ -192,15 +229,26 @@ class DecodeScheduler(LeasedScheduler):
         return bool(
             self._freeing
             or self._client.has_freed
-            or any(held.withdrawn for held in self._held.values())
+            or self._withdrawn
             or super().has_pending_push_work()
         )
 
     def withdraw_all(self, reason: int) -> bool:
         """Gives everything up. True if nothing was held."""
-        for number in list(self._held):
-            self._withdraw(number, reason)
+        now_ns = boottime_ns()
+        for number in self._held.keys() - {*self._withdrawn, *self._freeing}:
+            self._withdraw(number, reason, now_ns)
         return not self._held
+
+    def take_stats(self) -> KvturnStats | None:
+        """What happened to retentions since the last call; None if nothing."""
+        if self._retained_blocks != self._told_retained_blocks:
+            self._told_retained_blocks = self._retained_blocks
+            self._stats.data[RETAINED_BLOCKS].append(self._retained_blocks)
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KvturnStats()
+        return stats
 
     def _retain(self, request: Request, turn: Turn, block_ids: BlockIds, local_tokens: int) -> None:
         pool = self._pool
@@ -219,6 +267,8 @@ class DecodeScheduler(LeasedScheduler):
         pool.touch(blocks)
         in_flight = request.num_in_flight_tokens > 0
         self._held[self._numbers] = Held(blocks, self._step + IN_FLIGHT_STEPS * in_flight)
+        self._retained_blocks += len(blocks)
+        self._victims.retained(self._numbers, len(blocks), token_count, turn.turn, boottime_ns())
         assert turn.conversation is not None
         self._client.retain(
             self._numbers,
@@ -237,9 +287,12 @@ class DecodeScheduler(LeasedScheduler):
         )
 
     def _return_blocks(self) -> None:
-        self._freeing.extend(freed.number for freed in self._client.take_freed())
+        now_ns = boottime_ns()
+        for freed in self._client.take_freed():
+            self._forget(freed.number, freed.reason, now_ns)
         if not self._client.vouching:
-            self._freeing = list(self._held)
+            for number in self._held.keys() - set(self._freeing):
+                self._forget(number, common_pb2.RELEASE_REASON_ENGINE_LOST, now_ns)
         if not self._freeing:
             return
         assert self._pool is not None
@@ -250,31 +303,74 @@ class DecodeScheduler(LeasedScheduler):
                 later.append(number)
                 continue
             del self._held[number]
+            self._retained_blocks -= len(held.blocks)
             # In reverse, so that the tail is evicted from the prefix cache first.
             self._pool.free_blocks(reversed(held.blocks))
         self._freeing = later
 
+    def _forget(self, number: int, reason: int, now_ns: int) -> None:
+        """A retention has ended; its blocks go back as soon as no step writes to them."""
+        self._freeing.append(number)
+        self._withdrawn.pop(number, None)
+        self._late.discard(number)
+        self._stats.released(reason)
+        if reason == common_pb2.RELEASE_REASON_CONSUMED:
+            self._victims.consumed(number, now_ns)
+        else:
+            self._victims.ended(number, now_ns)
+
     def _give_way(self) -> None:
-        """Withdraws the oldest retentions while requests want more blocks than are free."""
+        """Gives retentions up while requests want more blocks than are free or on their way."""
         if not self._held or self._pool is None:
             return
-        short = sum(self._wanted_blocks.values()) + self._headroom(self._pool)
-        short -= self._pool.get_num_free_blocks()
-        for number, held in self._held.items():
-            if short <= 0:
-                return
-            short -= len(held.blocks)
-            self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE)
+        now_ns = boottime_ns()
+        headroom = HEADROOM_SILENT if self._client.silent else HEADROOM
+        wanted_blocks = sum(wanted.blocks for wanted in self._wanted.values())
+        short = wanted_blocks + self._pool.num_gpu_blocks // headroom
+        short -= self._pool.get_num_free_blocks() + self._coming(now_ns)
+        victims = self._victims.choose(short, now_ns)
+        for number in victims:
+            self._stats.given_up(self._held[number].outlook)
+            self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE, now_ns)
+        if victims:
+            self._trace(victims, wanted_blocks)
+
+    def _coming(self, now_ns: int) -> int:
+        """Blocks that will be free within a step or two."""
+        self._late.update(self._withdrawn.keys() & set(self._client.take_reading()))
+        for number, withdrawn_ns in self._withdrawn.items():  # The oldest first.
+            if now_ns < withdrawn_ns + LATE_NS:
+                break
+            self._late.add(number)
+        on_their_way = [*(self._withdrawn.keys() - self._late), *self._freeing]
+        return sum(len(self._held[number].blocks) for number in on_their_way)
+
+    def _trace(self, victims: list[int], wanted_blocks: int) -> None:
+        """Shows what was given up in the trace of the turn that has waited longest."""
+        waiting = next(iter(self._wanted.values()), None)
+        outlooks = [self._held[number].outlook for number in victims]
+        self._client.gave_way(
+            waiting.traceparent if waiting is not None else "",
+            {
+                "kvturn.blocks_wanted": wanted_blocks,
+                "kvturn.blocks_given_up": sum(len(self._held[each].blocks) for each in victims),
+                **{
+                    f"kvturn.given_up_{name}": outlooks.count(outlook)
+                    for outlook, name in OUTLOOKS.items()
+                },
+            },
+        )
 
     def _want(self, request: Request) -> None:
-        self._wanted_blocks[request.request_id] = -(-request.num_tokens // self.block_size)
+        blocks = -(-request.num_tokens // self.block_size)
+        wanted = self._wanted.get(request.request_id)
+        if wanted is not None:
+            wanted.blocks = blocks
+        else:
+            traceparent = Turn.of(request.kv_transfer_params).traceparent
+            self._wanted[request.request_id] = Wanted(blocks, traceparent)
 
-    def _headroom(self, pool: BlockPool) -> int:
-        """Blocks kept free so that running requests can grow while a release is on its way."""
-        return pool.num_gpu_blocks // 16
-
-    def _withdraw(self, number: int, reason: int) -> None:
-        held = self._held[number]
-        if not held.withdrawn:
-            held.withdrawn = True
-            self._client.withdraw(number, reason)
+    def _withdraw(self, number: int, reason: int, now_ns: int) -> None:
+        self._withdrawn[number] = now_ns
+        self._victims.ended(number, now_ns)
+        self._client.withdraw(number, reason)

@@ -157,6 +157,10 @@ class Retentions:
         self._free(self._by_number[number], reason)
         return True
 
+    def number_of(self, lease_id: str) -> int | None:
+        """The retention that has that lease id now, if any."""
+        return self._number_by_lease.get(lease_id)
+
     def refuse(self, lease_id: str) -> bool:
         """The lease service did not take a retention. True if that withdrew it.
 

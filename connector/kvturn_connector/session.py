@@ -68,6 +68,8 @@ class EngineSession:
         self._session_ttl_ns = DEFAULT_SESSION_TTL_NS
         self._longest_read_ns = DEFAULT_LONGEST_READ_NS
         self._expire_ns = 0
+        self._reading: set[int] = set()
+        self._outlooks: dict[int, int] = {}
         self._hold()
 
     @property
@@ -130,10 +132,26 @@ class EngineSession:
             return self._on_registered(response.registered, now_ns)
         if kind == "release":
             self.retentions.free(response.release.lease_id, response.release.reason)
+        elif kind == "heartbeat_ack":
+            self._on_heartbeat_ack(response.heartbeat_ack)
         elif kind == "grant_refused":
             withdrawn = self.retentions.refuse(response.grant_refused.lease_id)
             return [self._heartbeat(now_ns)] if withdrawn and self._registered else []
         return []
+
+    def take_reading(self) -> set[int]:
+        """Withdrawn retentions that may still be read, by number: do not wait for those."""
+        reading, self._reading = self._reading, set()
+        return reading
+
+    def take_outlooks(self) -> dict[int, int]:
+        """Outlooks that changed since the last call, by number of the retention."""
+        outlooks, self._outlooks = self._outlooks, {}
+        return outlooks
+
+    def silent(self, now_ns: int) -> bool:
+        """True if the lease service has missed two heartbeats, or there is no session."""
+        return not self._registered or now_ns > self._heard_ns + 2 * self._heartbeat_interval_ns
 
     def tick(self, now_ns: int) -> list[lease_pb2.EngineSessionRequest]:
         """Heartbeats when due, ends holds, notices a lease service that went silent."""
@@ -208,6 +226,16 @@ class EngineSession:
         self._heartbeat_interval_ns = heartbeat_interval_ns
         self._hold()
         return [self._heartbeat(now_ns)]
+
+    def _on_heartbeat_ack(self, ack: lease_pb2.HeartbeatAck) -> None:
+        for lease_id in ack.reading:
+            number = self.retentions.number_of(lease_id)
+            if number is not None:
+                self._reading.add(number)
+        for one in ack.outlooks:
+            number = self.retentions.number_of(one.lease_id)
+            if number is not None:
+                self._outlooks[number] = one.outlook
 
     def _heartbeat(self, now_ns: int) -> lease_pb2.EngineSessionRequest:
         self.retentions.vouch(now_ns)

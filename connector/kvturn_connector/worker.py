@@ -24,6 +24,7 @@ from vllm.logger import init_logger
 from kvturn.v1 import lease_pb2
 from kvturn_connector.handle import NOTICE_PREFIX
 from kvturn_connector.lease_client import boottime_ns
+from kvturn_connector.metrics import KvturnStats
 from kvturn_connector.pace import ReadPace
 
 if TYPE_CHECKING:
@@ -210,6 +211,7 @@ class KvturnWorker(NixlPullConnectorWorker):
         self, vllm_config: VllmConfig, engine_id: str, kv_cache_config: KVCacheConfig
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config)
+        self.xfer_stats: Any = KvturnStats()  # Takes in the scheduler side's as well.
         self._tap = NixlTap(self.nixl_wrapper)
         self.nixl_wrapper: Any = self._tap
         self._boot_id = boot_id()

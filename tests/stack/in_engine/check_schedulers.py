@@ -5,10 +5,12 @@ stand-in that notes what it is told.
 """
 
 import copy
+import functools
 import sys
 from types import SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
@@ -16,9 +18,10 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
-from kvturn.v1 import common_pb2
-from kvturn_connector.connector import BothScheduler
-from kvturn_connector.decode import DecodeScheduler
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.connector import BothScheduler, KvturnConnector
+from kvturn_connector.decode import LATE_NS, DecodeScheduler
+from kvturn_connector.metrics import KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Freed
 
@@ -63,6 +66,21 @@ class Client:
     def __init__(self) -> None:
         self.vouching, self.withdrawn, self.freed = True, [], []  # type: ignore[var-annotated]
         self.retained: list[common_pb2.Retention] = []
+        self.silent = False
+        self.outlooks: list[tuple[int, int]] = []
+        self.reading: list[int] = []
+        self.gave: list[dict[str, int]] = []
+
+    def take_outlooks(self) -> list[tuple[int, int]]:
+        outlooks, self.outlooks = self.outlooks, []
+        return outlooks
+
+    def take_reading(self) -> list[int]:
+        reading, self.reading = self.reading, []
+        return reading
+
+    def gave_way(self, traceparent: str, attributes: dict[str, int]) -> None:
+        self.gave.append({"traceparent": traceparent, **attributes})
 
     @property
     def has_freed(self) -> bool:
@@ -91,6 +109,7 @@ class Client:
         """The lease service confirms all withdrawals."""
         reason = common_pb2.RELEASE_REASON_PRESSURE
         self.freed += [Freed(number, reason) for number in self.withdrawn]
+        self.withdrawn = []
 
 
 def scheduler(side: type[Any], client: Client, plain_attention: bool = True) -> Any:
@@ -226,14 +245,94 @@ def check_retentions_give_way_to_a_request_that_waits_again() -> None:
 
 def check_rest_of_a_chunked_prompt_is_still_wanted() -> None:
     pool, decode, client = retaining(POOL_BLOCKS, (40, 40))
-    long = request("long", 44, None)
+    long = request("long", 40, None)
     decode.on_new_request(long)
-    client.withdrawn.clear()
-    for held in decode._held.values():
-        held.withdrawn = False
     allocated(pool, decode, long, 8)  # Its first chunk.
     decode.build_connector_meta(SimpleNamespace())
-    assert client.withdrawn, "36 blocks are still wanted, 40 are free, 8 must stay so"
+    assert not client.withdrawn, "32 blocks are wanted, 40 are free, 8 must stay so"
+    pool.get_new_blocks(8)  # Another request grows.
+    decode.build_connector_meta(SimpleNamespace())
+    assert client.withdrawn, "32 blocks are still wanted, and 32 are free"
+
+
+def check_what_is_on_its_way_is_counted_for_a_moment_only() -> None:
+    pool, decode, client = retaining(POOL_BLOCKS, (40, 40))
+    decode.on_new_request(request("new", 60, None))
+    for _ in range(3):
+        decode.build_connector_meta(SimpleNamespace())
+    assert client.withdrawn == [1], "its blocks will be there in a step or two"
+    decode._withdrawn[1] -= LATE_NS
+    decode.build_connector_meta(SimpleNamespace())
+    assert client.withdrawn == [1, 2], "waits for one release while others could be had"
+    client.release()
+    decode.build_connector_meta(SimpleNamespace())
+    assert pool.get_num_free_blocks() == POOL_BLOCKS
+    assert not decode.has_pending_push_work()
+
+
+def check_what_is_being_read_is_not_waited_for() -> None:
+    _, decode, client = retaining(POOL_BLOCKS, (40, 40))
+    decode.on_new_request(request("new", 60, None))
+    client.reading = [1]
+    decode.build_connector_meta(SimpleNamespace())
+    assert client.withdrawn == [1, 2]
+
+
+def check_idle_conversations_give_way_first_and_expected_ones_last() -> None:
+    _, decode, client = retaining(POOL_BLOCKS, (20, 20, 20))
+    client.outlooks = [(1, lease_pb2.OUTLOOK_EXPECTED), (3, lease_pb2.OUTLOOK_IDLE)]
+    decode.build_connector_meta(SimpleNamespace())
+    decode.on_new_request(request("new", 100, None))
+    assert client.withdrawn == [3, 2]
+
+
+def check_silent_lease_service_makes_decode_give_way_earlier() -> None:
+    _, decode, client = retaining(POOL_BLOCKS, (40, 40))
+    decode.on_new_request(request("new", 32, None))
+    assert not client.withdrawn, "32 wanted, 48 free: more than the 8 to be kept"
+    client.silent = True
+    decode.build_connector_meta(SimpleNamespace())
+    assert client.withdrawn == [1], "what is given up now comes back seconds later"
+
+
+def check_pressure_shows_in_trace_and_metrics() -> None:
+    _, decode, client = retaining(POOL_BLOCKS, (40, 40))
+    client.outlooks = [(2, lease_pb2.OUTLOOK_IDLE)]
+    decode.build_connector_meta(SimpleNamespace())
+    traceparent = f"00-{1:032x}-{1:016x}-01"
+    said = {"conversation": "c", "model": "m", "traceparent": traceparent}
+    decode.on_new_request(request("new", 60, {"kvturn": said}))
+    assert client.gave == [
+        {
+            "traceparent": traceparent,
+            "kvturn.blocks_wanted": 60,
+            "kvturn.blocks_given_up": 40,
+            "kvturn.given_up_normal": 0,
+            "kvturn.given_up_expected": 0,
+            "kvturn.given_up_idle": 1,
+        }
+    ]
+    client.release()
+    decode.build_connector_meta(SimpleNamespace())
+    stats = KvturnStats().aggregate(decode.take_stats())
+    assert decode.take_stats() is None
+    registry = prometheus_client.CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry)
+        for kind in (prometheus_client.Gauge, prometheus_client.Counter)
+    }
+    kinds[prometheus_client.Histogram] = functools.partial(
+        prometheus_client.Histogram, registry=registry
+    )
+    config = SimpleNamespace(kv_transfer_config=None)
+    shown = KvturnConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    shown.observe(KvturnConnector.build_kv_connector_stats(stats.data).data)
+    value = registry.get_sample_value
+    assert value("kvturn:retained_blocks", {"engine": "0"}) == 40
+    ended = {"engine": "0", "reason": "pressure"}
+    assert value("kvturn:released_retentions_total", ended) == 1
+    assert value("kvturn:given_up_retentions_total", {"engine": "0", "outlook": "idle"}) == 1
+    assert stats.reduce()["Retentions given up idle"] == 1
 
 
 def check_cache_reset_gives_retentions_up_and_then_succeeds() -> None:
