@@ -10,27 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from engines import LONGEST_PROMPT_TOKENS, MODEL, VERSIONS, run_dir, vllm_python
 
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.stack import Stack, StackConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-CHECKOUT = Path(__file__).parents[2]
-MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
-VERSIONS = ("0.29.0", "0.32.0")
-LONGEST_PROMPT_TOKENS = 4096
-
-
-def vllm_python(version: str) -> Path:
-    """Interpreter of the environment that `make setup` built for a vLLM version."""
-    return CHECKOUT / ".envs" / f"vllm-{version}" / "bin" / "python"
-
-
-def run_dir(name: str) -> Path:
-    """Where a stack's logs and traces lie after the tests."""
-    return CHECKOUT / "build" / "test-stack" / name
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,7 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from conftest import VERSIONS, vllm_python
+from engines import VERSIONS, vllm_python
 
 FOLDER = Path(__file__).parent / "in_engine"
 

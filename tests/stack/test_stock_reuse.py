@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from conftest import LONGEST_PROMPT_TOKENS, MODEL, run_dir, vllm_python
+from engines import LONGEST_PROMPT_TOKENS, MODEL, run_dir, vllm_python
 from prose import document
 from test_life_of_a_turn import chat
 

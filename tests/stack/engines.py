@@ -1,0 +1,59 @@
+"""The stacks of real engines that the tests of this folder run on."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvturn_cli.engine import EngineConfig
+from kvturn_cli.stack import Stack, StackConfig
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+CHECKOUT = Path(__file__).parents[2]
+MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
+VERSIONS = ("0.29.0", "0.32.0")
+LONGEST_PROMPT_TOKENS = 4096
+SMALL_BLOCKS = 24
+SMALL_TTL_S = 3.0
+SMALL_LONGEST_READ_S = 1.5
+SMALL_HOLD_S = 1.01 / 0.99 * (SMALL_TTL_S + SMALL_LONGEST_READ_S)
+"""K*(TTL + R): how long decode holds what nobody releases."""
+
+
+def vllm_python(version: str) -> Path:
+    """Interpreter of the environment that `make setup` built for a vLLM version."""
+    return CHECKOUT / ".envs" / f"vllm-{version}" / "bin" / "python"
+
+
+def run_dir(name: str) -> Path:
+    """Where a stack's logs and traces lie after the tests."""
+    return CHECKOUT / "build" / "test-stack" / name
+
+
+@contextlib.contextmanager
+def small_stack(name: str, version: str) -> Iterator[Stack]:
+    """One prefill engine and a decode engine whose KV memory holds four conversations.
+
+    The times of the lease rules are short, so that what runs out runs out within seconds.
+    """
+    config = StackConfig(
+        run_dir=run_dir(f"{version}-{name}"),
+        model=MODEL,
+        vllm_python=vllm_python(version),
+        max_model_len=2048,
+        lease_args=(
+            *("--session-ttl", str(SMALL_TTL_S), "--heartbeat", "0.5"),
+            *("--longest-read", str(SMALL_LONGEST_READ_S)),
+        ),
+        engines=(
+            EngineConfig("prefill", "prefill-0", prefix_caching=False),
+            EngineConfig(
+                "decode", "decode-0", args=("--num-gpu-blocks-override", str(SMALL_BLOCKS))
+            ),
+        ),
+    )
+    with Stack(config) as running:
+        yield running
