@@ -1,5 +1,5 @@
 #!/bin/sh
-# Generates protos/kvturn/v1/*_pb2* with grpcio-tools 1.71.2, whose output runs on every protobuf
+# Generates protos/kvturn/**/*_pb2* with grpcio-tools 1.71.2, whose output runs on every protobuf
 # that vLLM accepts (5.29.6 to 7.x). $1: python of an environment that holds it; $2: output folder.
 set -eu
 python=$1
@@ -7,3 +7,6 @@ out=${2:-protos}
 PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I protos \
     --python_out="$out" --pyi_out="$out" --grpc_python_out="$out" --mypy_grpc_out="$out" \
     protos/kvturn/v1/*.proto
+# Messages alone: etcd's methods are called by their full names.
+"$python" -m grpc_tools.protoc -I protos --python_out="$out" --pyi_out="$out" \
+    protos/kvturn/etcd/v3/*.proto
