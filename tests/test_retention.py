@@ -352,7 +352,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
         requests = self.engine.tick(self.now_ns)
         self.look_at_freed()  # Before the heartbeat of this tick, which no longer speaks of it.
         self.look_at(requests)
-        hold_ns = max(self.told_hold_ns, self.assumed_hold_ns) + 1
+        hold_ns = (self.told_hold_ns or self.assumed_hold_ns) + 1
         for one in self.held.values():
             since_ns = max(one.retained_ns, one.vouched_ns or 0)
             assert self.now_ns < since_ns + hold_ns, "held for longer than the bound"

@@ -120,6 +120,15 @@ def test_hold_is_k_times_ttl_and_read_and_never_shrinks() -> None:
     assert engine.hold_after_vouch_ns == hold_ns
 
 
+def test_hold_is_what_the_first_lease_service_says_however_short() -> None:
+    """Before that nobody was let read: a session is trusted only when it has echoed something."""
+    engine = make()
+    engine.open(START_NS)
+    assert engine.hold_after_vouch_ns > 3 * NS_PER_S
+    Service(engine, 1).registered(START_NS, ttl_ns=NS_PER_S, read_ns=NS_PER_S)
+    assert 2 * NS_PER_S < engine.hold_after_vouch_ns < 3 * NS_PER_S
+
+
 def test_refused_grant_is_freed_and_a_refused_inventory_withdrawn() -> None:
     """Only what was never offered before can go at once; the other waits for its readers."""
     engine = make()

@@ -80,7 +80,8 @@ class Retentions:
         self._freed: list[Freed] = []
         self._session_number = 0
         self._session_vouched_ns = 0
-        self._hold_after_vouch_ns = 0
+        self._assumed_hold_ns = 0
+        self._told_hold_ns = 0
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -96,11 +97,15 @@ class Retentions:
     @property
     def hold_after_vouch_ns(self) -> int:
         """How long after the last vouching blocks may still be read: the longest ever told."""
-        return self._hold_after_vouch_ns
+        return self._told_hold_ns or self._assumed_hold_ns
+
+    def assume_hold(self, hold_after_vouch_ns: int) -> None:
+        """Sets K*(TTL + R) until it is told; nobody is let read before the engine has heard it."""
+        self._assumed_hold_ns = hold_after_vouch_ns
 
     def hold_for(self, hold_after_vouch_ns: int) -> None:
         """Sets K*(TTL + R). Only ever grows: a reader may still go by an earlier, longer one."""
-        self._hold_after_vouch_ns = max(self._hold_after_vouch_ns, hold_after_vouch_ns)
+        self._told_hold_ns = max(self._told_hold_ns, hold_after_vouch_ns)
 
     def begin_session(self, session_number: int, now_ns: int) -> list[common_pb2.Retention]:
         """Renames all that is vouched for to the new session and vouches for it.
@@ -180,7 +185,7 @@ class Retentions:
         """Case (c), and the longest hold. True if anything was withdrawn."""
         withdrawn = False
         for one in list(self):
-            if now_ns >= self._vouched_ns(one) + self._hold_after_vouch_ns:
+            if now_ns >= self._vouched_ns(one) + self.hold_after_vouch_ns:
                 self._free(one, one.withdrawn_reason or common_pb2.RELEASE_REASON_ENGINE_LOST)
             elif not one.withdrawn and now_ns >= one.retained_ns + self._max_hold_ns:
                 withdrawn |= self.withdraw(one.number, common_pb2.RELEASE_REASON_EXPIRED)

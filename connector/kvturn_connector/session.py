@@ -70,7 +70,7 @@ class EngineSession:
         self._expire_ns = 0
         self._reading: set[int] = set()
         self._outlooks: dict[int, int] = {}
-        self._hold()
+        retentions.assume_hold(self._hold_ns())
 
     @property
     def registered(self) -> bool:
@@ -224,7 +224,7 @@ class EngineSession:
         self._session_ttl_ns = session_ttl_ns
         self._longest_read_ns = longest_read_ns
         self._heartbeat_interval_ns = heartbeat_interval_ns
-        self._hold()
+        self.retentions.hold_for(self._hold_ns())
         return [self._heartbeat(now_ns)]
 
     def _on_heartbeat_ack(self, ack: lease_pb2.HeartbeatAck) -> None:
@@ -250,9 +250,8 @@ class EngineSession:
             heartbeat.withdrawn.add(lease_id=one.offer.lease_id, reason=reason)
         return self._request(heartbeat=heartbeat)
 
-    def _hold(self) -> None:
-        trust_and_read_ns = self._session_ttl_ns + self._longest_read_ns
-        self.retentions.hold_for(math.ceil(DRIFT_MARGIN * trust_and_read_ns))
+    def _hold_ns(self) -> int:
+        return math.ceil(DRIFT_MARGIN * (self._session_ttl_ns + self._longest_read_ns))
 
     def _request(
         self,
