@@ -1,0 +1,1 @@
+"""Deterministic simulation of the lease protocol's real cores. `python -m sim` runs it."""

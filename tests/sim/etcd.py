@@ -1,0 +1,84 @@
+"""etcd as far as lease services depend on it: who leads, and records that outlive a process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvturn_lease.store import (
+    Change,
+    ConversationChanged,
+    ConversationForgotten,
+    EngineForgotten,
+    SessionOpened,
+    Snapshot,
+)
+from sim.world import Node
+
+if TYPE_CHECKING:
+    from sim.weather import Weather
+    from sim.world import World
+
+
+@dataclass
+class Records:
+    """What lease services wrote behind."""
+
+    snapshot: Snapshot = field(default_factory=Snapshot)
+
+    def apply(self, change: Change) -> None:
+        """Applies one change."""
+        match change:
+            case SessionOpened(record):
+                self.snapshot.sessions[record.engine_id] = record
+            case EngineForgotten(engine_id):
+                self.snapshot.sessions.pop(engine_id, None)
+            case ConversationChanged(key, conversation):
+                self.snapshot.conversations[key] = conversation
+            case ConversationForgotten(key):
+                self.snapshot.conversations.pop(key, None)
+
+    def load(self) -> Snapshot:
+        """Returns a copy."""
+        return Snapshot(dict(self.snapshot.sessions), dict(self.snapshot.conversations))
+
+
+class Etcd(Node):
+    """The store of all lease services, and the judge of who leads."""
+
+    def __init__(self, world: World, weather: Weather, drift_ppm: int) -> None:
+        super().__init__(world, "etcd", drift_ppm)
+        self._ttl_ns = weather.leader_ttl_ns
+        self.leader = ""
+        self._expires_ns = 0
+        self.records = Records()
+
+    def campaign(self, candidate: str) -> tuple[bool, str, Snapshot | None]:
+        """Makes the candidate the leader, or keeps it that, if nobody else is.
+
+        Returns whether it leads, who leads, and what a new leader starts from.
+        """
+        now_ns = self.clock_ns()
+        if now_ns >= self._expires_ns:
+            self.leader = ""
+        if self.leader not in ("", candidate):
+            return False, self.leader, None
+        renewed = self.leader == candidate
+        self.leader = candidate
+        self._expires_ns = now_ns + self._ttl_ns
+        return True, candidate, None if renewed else self.records.load()
+
+    def resign(self, candidate: str) -> None:
+        """Ends the candidate's leadership at once."""
+        if self.leader == candidate:
+            self.leader = ""
+
+    def write(self, changes: list[Change]) -> None:
+        """Takes what a lease service wrote behind."""
+        for change in changes:
+            self.records.apply(change)
+
+    def wipe(self) -> None:
+        """Loses everything."""
+        self.leader = ""
+        self.records = Records()

@@ -1,0 +1,260 @@
+"""One seed's world: built by its weather, shaken, healed, judged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from kvturn_lease.errors import NotLeader
+from sim.chaos import Chaos
+from sim.checkers import Checkers, Kept
+from sim.cores import Cores, installed
+from sim.decode import OPEN_TIMEOUT_NS
+from sim.etcd import Etcd
+from sim.network import Network, Stream
+from sim.router import Conversation, Router, is_readable
+from sim.weather import Weather, weather_of
+from sim.world import MS, Node, S, Violation, World
+
+if TYPE_CHECKING:
+    from collections import Counter
+
+    from sim.decode import Decode
+    from sim.lease_service import LeaseService
+    from sim.prefill import Prefill
+
+_CALM_TURNS_NS = 5 * S
+
+
+class Simulation:
+    """All roles of one world."""
+
+    def __init__(self, seed: int, weather: Weather, cores: Cores, *, traced: bool = False) -> None:
+        self.world = World(seed, traced=traced)
+        self.random = self.world.random
+        self.weather = weather
+        self.cores = cores
+        self.network = Network(self.world, weather)
+        self.checkers = Checkers(self.world, weather)
+        self.fabric: dict[str, Decode] = {}
+        """Memory of decode processes, by NIXL engine id."""
+        self.calm = False
+        self.terms = 0
+        self.incarnations = 0
+        self.requests = 0
+        self.twins: dict[str, Decode] = {}
+        """By engine id: the process that was replaced while it was frozen."""
+        self.gone: list[Node] = []
+        self.services: list[LeaseService] = []
+        self.etcd: Etcd | None = None
+        if weather.services > 1:
+            self.etcd = Etcd(self.world, weather, self._drift_ppm())
+        for index in range(weather.services):
+            self.services.append(cores.service(self, f"l{index}", *self._clock()))
+        self.decodes: list[Decode] = [
+            cores.decode(self, f"d{index}", f"d{index}", *self._clock())
+            for index in range(weather.decodes)
+        ]
+        self.prefills: list[Prefill] = [
+            cores.prefill(self, f"p{index}", *self._clock()) for index in range(weather.prefills)
+        ]
+        self.router = Router(self, "r", *self._clock())
+        self.conversations = [
+            Conversation(self, "ab"[index % 2], f"c{index // 2}")
+            for index in range(weather.conversations)
+        ]
+
+    def _drift_ppm(self) -> int:
+        most = self.weather.drift_percent * 10_000
+        # The ends are where the rules are tight.
+        return self.random.choice((-most, most, self.random.randint(-most, most)))
+
+    def _clock(self) -> tuple[int, int]:
+        return self._drift_ppm(), self.random.randrange(1, 1000) * S
+
+    # ---- what roles share ----------------------------------------------------------------
+
+    def chance(self, probability: float) -> bool:
+        """Draws; True that often."""
+        return self.random.random() < probability
+
+    def mishap(self, probability: float) -> bool:
+        """Draws; True that often, but never once the world is healed."""
+        return bool(probability) and not self.calm and self.random.random() < probability
+
+    def follow(self, node: Any, error: Exception) -> None:
+        """A client learns from an error whom to ask next."""
+        names = [service.name for service in self.services]
+        leader = error.metadata.get("leader", "") if isinstance(error, NotLeader) else ""
+        node.lead = names.index(leader) if leader in names else node.lead + 1
+
+    def break_stream(
+        self, stream: Stream, *, tell_client: bool = True, tell_server: bool = True
+    ) -> None:
+        """Cuts a stream; each side hears of it some time later, or never."""
+        if stream.cut:
+            return
+        stream.break_off(int(self.random.random() * 20 * MS), int(self.random.random() * 20 * MS))
+        now_ns = self.world.now_ns
+        if tell_client:
+            at_ns = now_ns + int(self.random.random() * 500 * MS)
+            self.world.push(at_ns, stream.client, stream.client.on_server_closed, stream)
+        if tell_server:
+            at_ns = now_ns + int(self.random.random() * 500 * MS)
+            self.world.push(at_ns, stream.server, stream.server.on_client_closed, stream)
+
+    def add_twin(self, decode: Decode) -> None:
+        """Starts a new process under the engine's id, beside the old one."""
+        self.twins[decode.engine_id] = decode
+        twin = self.cores.decode(self, decode.name + "t", decode.engine_id, *self._clock())
+        self.decodes.append(twin)
+
+    def leader(self) -> LeaseService | None:
+        """Returns the lease service that leads as etcd has it."""
+        if self.etcd is None:
+            return self.services[0]
+        return next((each for each in self.services if each.name == self.etcd.leader), None)
+
+    def latest(self, named: tuple[str, str]) -> Kept | None:
+        """Returns the retention that a conversation left last."""
+        kept = [each for each in self.checkers.kept.values() if each.key == named]
+        return max(kept, key=lambda each: each.retained_ns, default=None)
+
+    def expected(self, named: tuple[str, str], prompt: list[int]) -> Kept | None:
+        """Returns the retention that a turn must read, if nothing stands against it."""
+        calm_from_ns = self.checkers.calm_from_ns
+        if calm_from_ns is None:
+            return None
+        kept = self.latest(named)
+        if kept is None or not kept.held or kept.retained_ns < calm_from_ns:
+            return None
+        if kept.withdrawn_ns is not None or kept.ended or kept.granted_ns is not None:
+            return None
+        return kept if is_readable(prompt, kept) else None
+
+    # ---- the two phases ------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Runs both phases. Raises Violation."""
+        for conversation in self.conversations:
+            conversation.think()
+        Chaos(self).start()
+        self.world.run(self.weather.chaos_ns)
+        self.heal()
+        self.judge_liveness()
+
+    def heal(self) -> None:
+        """Ends all faults: what is down comes back, what is superfluous goes."""
+        self.calm = True
+        self.network.heal()
+        for engine_id, old in self.twins.items():
+            # A supervisor ends the replaced process and, since the two may have fenced each
+            # other, starts the engine anew.
+            for decode in [each for each in self.decodes if each.engine_id == engine_id]:
+                if decode.up:
+                    decode.crash()
+            self.decodes.remove(old)
+            self.gone.append(old)
+        nodes: list[Node] = [*self.services, *self.decodes, *self.prefills, self.router]
+        nodes += [rank for prefill in self.prefills for rank in prefill.ranks]
+        if self.etcd is not None:
+            nodes.append(self.etcd)
+        for node in nodes:
+            node.lateness_ns = min(node.lateness_ns, 5 * MS)
+            if not node.up:
+                node.restart()
+        self.world.note("world", "healed")
+
+    def judge_liveness(self) -> None:
+        """Checks L1, L2 and L3, and the tight bounds of S5 and S6, in the healed world."""
+        weather, world = self.weather, self.world
+        k = (100 + weather.drift_percent) / (100 - weather.drift_percent)
+        leader_ns = 0
+        if self.etcd is not None:
+            leader_ns = int(1.5 * k * weather.leader_ttl_ns) + S
+        silence_ns = int(k * weather.ttl_ns) + OPEN_TIMEOUT_NS + 2 * S
+        world.run(
+            world.now_ns + weather.spike_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns
+        )
+        self._check_registered()
+        self.checkers.calm_from_ns = world.now_ns
+        world.run(world.now_ns + _CALM_TURNS_NS)
+        self._stop_clients()
+        most_ns = weather.max_hold_ns + weather.idle_ns + 4 * self.checkers.hold_ns + 20 * S
+        end_ns = world.now_ns + int(most_ns * k)
+        while any(self.counts().values()) and world.now_ns < end_ns:
+            world.run(world.now_ns + S)
+        left = {name: count for name, count in self.counts().items() if count}
+        if left:
+            raise Violation("L3", f"left for ever: {left}")
+
+    def _check_registered(self) -> None:
+        leader = self.leader()
+        if leader is None or leader.lessor is None:
+            raise Violation("L1", "no lease service leads")
+        for asker in (*self.prefills, self.router):
+            asker.lead = self.services.index(leader)  # their sessions have told them by now
+        views = leader.lessor.list_engines(leader.clock_ns())
+        known = {view.engine_id for view in views}
+        for decode in self.decodes:
+            if not decode.session.registered:
+                raise Violation("L1", f"{decode.name} is not registered")
+            if decode.engine_id not in known:
+                raise Violation("L1", f"{decode.name} is not known")
+
+    def _stop_clients(self) -> None:
+        for index, conversation in enumerate(self.conversations):
+            conversation.stopped = True
+            if index % 2 and not conversation.busy:
+                self.router.end(conversation)
+
+    def counts(self) -> dict[str, int]:
+        """Returns all that must become zero."""
+        counts: dict[str, int] = {}
+        for node in (*self.decodes, *self.prefills):
+            for name, count in node.counts().items():
+                counts[f"{node.name} {name}"] = count
+        leader = self.leader()
+        if leader is not None and leader.lessor is not None:
+            views = leader.lessor.list_leases(
+                engine_id="", key=None, after="", count_max=100, now_ns=leader.clock_ns()
+            )
+            counts[f"{leader.name} leases"] = len(views)
+        counts["turns"] = sum(conversation.busy for conversation in self.conversations)
+        return counts
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a seed went."""
+
+    seed: int
+    weather: Weather
+    count: Counter[str]
+    events: int
+    failure: str
+    """Empty if it kept all promises."""
+    log: list[str] | None = None
+
+    def __str__(self) -> str:
+        """Says what went wrong, and how to see it again."""
+        return f"seed {self.seed}: {self.failure}\n  {self.weather}\n  make sim SEED={self.seed}"
+
+
+def run_seed(seed: int, cores: Cores | None = None, *, traced: bool = False) -> Outcome:
+    """Runs one seed to its end or its first broken promise."""
+    cores = Cores() if cores is None else cores
+    weather = weather_of(Random(seed))
+    with installed(cores, weather):
+        sim = Simulation(seed, weather, cores, traced=traced)
+        failure = ""
+        try:
+            sim.run()
+        except Violation as violation:
+            failure = f"at {sim.world.now_ns / S:.6f} s: {violation}"
+        except Exception as error:  # a core that raises what it should not has failed too
+            if not traced and cores == Cores():
+                raise
+            failure = f"at {sim.world.now_ns / S:.6f} s: {type(error).__name__}: {error}"
+    return Outcome(seed, weather, sim.checkers.count, sim.world.events, failure, sim.world.log)
