@@ -1,0 +1,6 @@
+"""What the lease service costs: time, CPU and memory, with and without etcd."""
+
+import os
+
+# Servers are started while gRPC's threads run; its fork handlers would only warn of that.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
