@@ -6,6 +6,7 @@ Readers raise InvalidArgument naming the field as the proto does, before anythin
 from __future__ import annotations
 
 import re
+import sys
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.duration_pb2 import Duration
@@ -93,7 +94,9 @@ def conversation_key(message: common_pb2.ConversationKey, field: str) -> Convers
     _check_text(message.tenant, f"{field}.tenant", 0, _KEY_PART_BYTES_MAX)
     _check_text(message.model, f"{field}.model", 1, _KEY_PART_BYTES_MAX)
     _check_text(message.conversation_id, f"{field}.conversation_id", 1, _KEY_PART_BYTES_MAX)
-    return ConversationKey(message.tenant, message.model, message.conversation_id)
+    # Many conversations share these two texts; interned, each is in memory once.
+    tenant, model = sys.intern(message.tenant), sys.intern(message.model)
+    return ConversationKey(tenant, model, message.conversation_id)
 
 
 # ---- what engines send -----------------------------------------------------------------------
