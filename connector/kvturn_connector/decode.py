@@ -259,6 +259,8 @@ class DecodeScheduler(LeasedScheduler):
             return
         if pool is None or not self._client.vouching:
             return
+        if self._client.silent and pool.get_num_free_blocks() < self._headroom(pool):
+            return  # What is offered now would be waited for, and nobody can read it meanwhile.
         ids = list(block_ids[0][: -(-token_count // self.block_size)])
         blocks = [pool.blocks[block_id] for block_id in ids]
         if any(block.is_null for block in blocks):
@@ -324,9 +326,8 @@ class DecodeScheduler(LeasedScheduler):
         if not self._held or self._pool is None:
             return
         now_ns = boottime_ns()
-        headroom = HEADROOM_SILENT if self._client.silent else HEADROOM
         wanted_blocks = sum(wanted.blocks for wanted in self._wanted.values())
-        short = wanted_blocks + self._pool.num_gpu_blocks // headroom
+        short = wanted_blocks + self._headroom(self._pool)
         short -= self._pool.get_num_free_blocks() + self._coming(now_ns)
         victims = self._victims.choose(short, now_ns)
         for number in victims:
@@ -334,6 +335,10 @@ class DecodeScheduler(LeasedScheduler):
             self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE, now_ns)
         if victims:
             self._trace(victims, wanted_blocks)
+
+    def _headroom(self, pool: BlockPool) -> int:
+        share = HEADROOM_SILENT if self._client.silent else HEADROOM
+        return int(pool.num_gpu_blocks) // share
 
     def _coming(self, now_ns: int) -> int:
         """Blocks that will be free within a step or two."""

@@ -295,6 +295,17 @@ def check_silent_lease_service_makes_decode_give_way_earlier() -> None:
     assert client.withdrawn == [1], "what is given up now comes back seconds later"
 
 
+def check_nothing_is_offered_to_a_silent_lease_service_when_memory_is_short() -> None:
+    pool, decode, client = retaining(POOL_BLOCKS, (40,))
+    client.silent = True
+    said = {"conversation": "c", "model": "m", "tenant": "", "turn": 1}
+    one = request("short", 60, {"kvturn": said})
+    decode.on_new_request(one)
+    finished(pool, decode, one, allocated(pool, decode, one, 60))
+    assert len(client.retained) == 1, "held while 28 of 128 blocks are free"
+    assert pool.get_num_free_blocks() == POOL_BLOCKS - 40
+
+
 def check_pressure_shows_in_trace_and_metrics() -> None:
     _, decode, client = retaining(POOL_BLOCKS, (40, 40))
     client.outlooks = [(2, lease_pb2.OUTLOOK_IDLE)]
