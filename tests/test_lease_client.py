@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector import telemetry
@@ -22,7 +26,7 @@ from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from kvturn_connector.reader import Answer
 
@@ -75,7 +79,7 @@ class Stream:
         self.to_send.put(None)
 
 
-class Service(lease_pb2_grpc.LeaseServiceServicer):
+class Service(lease_pb2_grpc.LeaseServiceServicer, health_pb2_grpc.HealthServicer):
     """A lease service without a mind of its own.
 
     On threads, not on an event loop: grpc.aio shares one queue among all event loops of a process,
@@ -91,12 +95,17 @@ class Service(lease_pb2_grpc.LeaseServiceServicer):
         """What BeginRead answers; None: never anything."""
         self.end_failures = 0
         """How many EndReads fail before one is taken."""
+        self.refusal = ""
+        """Reason of the ErrorInfo with which everything is refused; empty: it leads."""
+        self.leader = ""
+        """Whom it names then."""
         self.port = 0
         self._server: grpc.Server
 
     def start(self) -> None:
         self._server = grpc.server(ThreadPoolExecutor(8))
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self, self._server)
         self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
         self._server.start()
 
@@ -115,11 +124,32 @@ class Service(lease_pb2_grpc.LeaseServiceServicer):
         stream.registered()
         return stream, request.register
 
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def Check(
+        self, request: health_pb2.HealthCheckRequest, context: grpc.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        assert request.service == "kvturn.v1.LeaseService"
+        states = health_pb2.HealthCheckResponse
+        return states(status=states.NOT_SERVING if self.refusal else states.SERVING)
+
+    def _refuse(self, context: grpc.ServicerContext) -> None:
+        if self.refusal:
+            info = error_details_pb2.ErrorInfo(reason=self.refusal, domain="kvturn.v1")
+            info.metadata["leader"] = self.leader
+            detail = any_pb2.Any()
+            detail.Pack(info)
+            rich = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], details=[detail])
+            context.abort_with_status(rpc_status.to_status(rich))
+
     def EngineSession(
         self,
         request_iterator: Iterator[lease_pb2.EngineSessionRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[lease_pb2.EngineSessionResponse]:
+        self._refuse(context)
         stream = Stream()
         if not context.add_callback(stream.end):
             stream.end()  # Over already.
@@ -132,6 +162,7 @@ class Service(lease_pb2_grpc.LeaseServiceServicer):
         threading.Thread(target=receive, daemon=True).start()
         self.streams.put(stream)
         yield from iter(stream.to_send.get, None)
+        self._refuse(context)
 
     def BeginRead(
         self, request: lease_pb2.BeginReadRequest, context: grpc.ServicerContext
@@ -141,6 +172,7 @@ class Service(lease_pb2_grpc.LeaseServiceServicer):
             over.set()
         metadata = {str(key): str(value) for key, value in context.invocation_metadata()}
         self.questions.put((request, metadata))
+        self._refuse(context)
         if self.answer is None:
             over.wait()
             return lease_pb2.BeginReadResponse()
@@ -166,10 +198,10 @@ class Clock:
         return boottime_ns() + self.ahead_ns
 
 
-def config_for(port: int, deadline_ms: float = 50.0) -> ConnectorConfig:
+def config_for(ports: Sequence[int], deadline_ms: float = 50.0) -> ConnectorConfig:
     return ConnectorConfig.from_extra(
         {
-            "kvturn_lease_endpoint": f"127.0.0.1:{port}",
+            "kvturn_lease_endpoint": ",".join(f"127.0.0.1:{port}" for port in ports),
             "bidirectional_kv_xfer": True,
             "kvturn_question_deadline_ms": deadline_ms,
         }
@@ -193,13 +225,13 @@ def client_threads() -> list[str]:
 
 @contextlib.contextmanager
 def running(
-    port: int,
+    *ports: int,
     clock: Callable[[], int] = boottime_ns,
     session: EngineSession | None = None,
     deadline_ms: float = 10_000.0,
 ) -> Iterator[LeaseClient]:
     """A client, shut down at the end; afterwards its thread is gone."""
-    config = config_for(port, deadline_ms)
+    config = config_for(ports, deadline_ms)
     client = LeaseClient(config, "engine-0", session or engine_session(), clock)
     try:
         yield client
@@ -210,6 +242,15 @@ def running(
 
 @pytest.fixture
 def service() -> Iterator[Service]:
+    service = Service()
+    service.start()
+    yield service
+    service.stop()
+
+
+@pytest.fixture
+def another() -> Iterator[Service]:
+    """A second one."""
     service = Service()
     service.start()
     yield service
@@ -283,7 +324,7 @@ def test_registers_and_heartbeats_at_once(service: Service) -> None:
 def test_without_a_lease_service_retentions_run_out() -> None:
     """Nobody can be told, so nobody is; trying to connect vouches for nothing."""
     clock, engine = Clock(), engine_session()
-    with silent_socket() as port, running(port, clock, engine) as client:
+    with silent_socket() as port, running(port, clock=clock, session=engine) as client:
         retain(client, 1)
         until(lambda: len(engine.retentions) == 1)
         clock.ahead_ns += 30 * NS_PER_S
@@ -539,7 +580,7 @@ def test_registers_again_when_a_session_ends(service: Service, broken_by: str) -
 def test_frozen_lease_service_is_left_after_a_ttl(service: Service) -> None:
     """The stream stands, the heartbeats go out, and nothing comes back."""
     clock = Clock()
-    with running(service.port, clock) as client:
+    with running(service.port, clock=clock) as client:
         service.session()
         until(lambda: client.registered)
         clock.ahead_ns += 5 * NS_PER_S
@@ -578,7 +619,7 @@ def test_thread_that_ends_vouches_no_more(
         return lease_pb2.KvMemory()
 
     engine = engine_session(memory)
-    with running(service.port, clock, engine) as client:
+    with running(service.port, clock=clock, session=engine) as client:
         stream, _ = service.session()
         retain(client, 1)
         stream.next("grant")
@@ -642,6 +683,113 @@ def test_shutdown_does_not_wait_for_a_frozen_lease_service(service: Service, fro
         retain(client, 1)
         assert client.take_answers() == []
         assert not client.registered
+
+
+# --- several lease services ----------------------------------------------------------------------
+
+
+def test_session_and_questions_go_to_the_leader(service: Service, another: Service) -> None:
+    """The first stands by: it is asked at most once, and nothing is registered there."""
+    service.refusal, service.leader = "NOT_LEADER", another.address
+    another.answer = lease_pb2.BeginReadResponse(verdict=common_pb2.VERDICT_CONSUMED)
+    with running(service.port, another.port) as client:
+        another.session()
+        until(lambda: client.registered)
+        for _ in range(3):
+            client.ask(question())
+            answer = answer_to(client)
+            assert not isinstance(answer, int)
+        assert (service.questions.qsize(), another.questions.qsize()) == (0, 3)
+        assert service.streams.empty()
+
+
+def test_question_is_passed_on_within_its_deadline(service: Service, another: Service) -> None:
+    """The leader has just become a standby: the other one answers the same question."""
+    another.refusal = "NOT_LEADER"
+    another.answer = lease_pb2.BeginReadResponse(verdict=common_pb2.VERDICT_CONSUMED)
+    with running(service.port, another.port) as client:
+        service.session()
+        until(lambda: client.registered)
+        service.refusal, another.refusal = "NOT_LEADER", ""
+        client.ask(question())
+        assert not isinstance(answer_to(client), int)
+        assert (service.questions.qsize(), another.questions.qsize()) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("refusals", "verdict"),
+    [
+        (("NOT_LEADER", "NOT_LEADER"), common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE),
+        (("STORE_UNAVAILABLE", "NOT_LEADER"), common_pb2.VERDICT_STORE_UNAVAILABLE),
+        (("NOT_LEADER", "STORE_UNAVAILABLE"), common_pb2.VERDICT_STORE_UNAVAILABLE),
+        (("SHUTTING_DOWN", "NOT_LEADER"), common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE),
+    ],
+)
+def test_question_without_a_leader_has_a_verdict(
+    service: Service, another: Service, refusals: tuple[str, str], verdict: int
+) -> None:
+    """Each was asked, once, and none leads."""
+    service.refusal, another.refusal = refusals
+    service.leader, another.leader = another.address, service.address
+    with running(service.port, another.port) as client:
+        client.ask(question())
+        assert answer_to(client) == verdict
+        assert (service.questions.qsize(), another.questions.qsize()) == (1, 1)
+
+
+def test_session_moves_to_the_leader_that_deposed_its_own(
+    service: Service, another: Service
+) -> None:
+    """Its stream ends with NOT_LEADER: a higher number, and the term it had before."""
+    another.refusal = "NOT_LEADER"
+    with running(service.port, another.port) as client:
+        stream, _ = service.session()
+        until(lambda: client.registered)
+        retain(client, 1)
+        stream.next("grant")
+        service.refusal, service.leader, another.refusal = "NOT_LEADER", another.address, ""
+        stream.end()
+        stream, register = another.session()
+        assert (stream.number, register.previous_term) == (2, 7)
+        assert [one.lease_id for one in register.inventory] == ["inc.1.2"]
+        until(lambda: client.registered)
+
+
+def test_session_leaves_a_silent_leader_as_soon_as_another_leads(
+    service: Service, another: Service
+) -> None:
+    """Two heartbeats without an answer, long before its trust runs out; then it stays there."""
+    clock = Clock()
+    another.refusal = "NOT_LEADER"
+    with running(service.port, another.port, clock=clock) as client:
+        service.session()
+        until(lambda: client.registered)
+        service.refusal, another.refusal = "NOT_LEADER", ""
+        clock.ahead_ns += 2 * NS_PER_S
+        stream, _ = another.session()
+        assert stream.number == 2
+        until(lambda: client.registered)
+        assert service.streams.empty()
+
+
+def test_session_stays_with_a_silent_leader_while_nobody_else_leads(
+    service: Service, another: Service
+) -> None:
+    """It may only be slow; that it is there is asked, and the stream goes on."""
+    clock = Clock()
+    another.refusal = "NOT_LEADER"
+    with running(service.port, another.port, clock=clock) as client:
+        stream, _ = service.session()
+        until(lambda: client.registered)
+        clock.ahead_ns += 2 * NS_PER_S
+        for _ in range(2):
+            assert take(stream.received).WhichOneof("message") == "heartbeat"
+        stream.send(heartbeat_ack=lease_pb2.HeartbeatAck())
+        retain(client, 1)
+        stream.next("grant")
+        assert client.registered
+        assert service.streams.empty()
+        assert another.streams.empty()
 
 
 # --- spans ---------------------------------------------------------------------------------------
