@@ -3,8 +3,9 @@
 SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all lint type check-protos proto lock clean
+.PHONY: help setup demo up down test test-fast test-all lint type check-protos proto lock bench-lease clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -53,6 +54,9 @@ proto: setup-fast ## Generate code from protos/kvturn/**/*.proto
 
 lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 	@scripts/lock.sh
+
+bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
+	$(BIN)/python -m bench.lease $(BENCH_ARGS)
 
 clean: ## Remove all that setup, tests and demos made
 	rm -rf .venv .envs build .mypy_cache .ruff_cache .pytest_cache .hypothesis

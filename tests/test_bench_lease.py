@@ -23,7 +23,7 @@ def bench(*args: str) -> subprocess.CompletedProcess[str]:
 
 def first_cells(document: str, title: str) -> list[str]:
     """Returns the first cell of each row of a section's table, without the head."""
-    section = re.split(r"^## ", document.partition(f"## {title}")[2], maxsplit=1, flags=re.MULTILINE)[0]
+    section = re.split("^## ", document.partition(f"## {title}")[2], flags=re.MULTILINE)[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
     return [line.split("|")[1].strip() for line in lines[1:]]
 
