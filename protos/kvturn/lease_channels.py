@@ -83,7 +83,7 @@ class LeaseChannels:
         self._stubs = {one: _stub(channel) for one, channel in self._channels.items()}
         self._probe_now = {one: asyncio.Event() for one in self.leader.endpoints}
         self._changed = asyncio.Event()
-        self._retiring: set[asyncio.Task[None]] = set()
+        self._retiring: dict[asyncio.Task[None], grpc.aio.Channel] = {}
 
     async def run(self) -> None:
         """Probes whoever is in doubt, until cancelled. Connects all channels to begin with."""
@@ -94,13 +94,11 @@ class LeaseChannels:
 
     async def close(self, grace_s: float | None = None) -> None:
         """Closes all channels; questions under way may go on for `grace_s`."""
+        channels = [*self._channels.values(), *self._retiring.values()]
         for task in self._retiring:
             task.cancel()
-        await asyncio.gather(
-            *self._retiring,
-            *(channel.close(grace_s) for channel in self._channels.values()),
-            return_exceptions=True,
-        )
+        await asyncio.gather(*self._retiring, return_exceptions=True)
+        await asyncio.gather(*(channel.close(grace_s) for channel in channels))
 
     async def ask(
         self,
@@ -234,8 +232,8 @@ class LeaseChannels:
             channel, self._channels[endpoint] = self._channels[endpoint], channel
             self._stubs[endpoint] = _stub(self._channels[endpoint])
         task = asyncio.get_running_loop().create_task(channel.close(RETIRE_S))
-        self._retiring.add(task)
-        task.add_done_callback(self._retiring.discard)
+        self._retiring[task] = channel
+        task.add_done_callback(self._retiring.pop)
 
 
 def error_info(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str]]:
