@@ -128,8 +128,8 @@ class EtcdServer:
         finally:
             writer.close()
 
-    async def ctl(self, *args: str) -> str:
-        """Runs etcdctl on it and returns what it printed."""
+    async def ctl(self, *args: str, ok: bool = True) -> str:
+        """Runs etcdctl on it and returns what it printed; fails if it does, unless not `ok`."""
         process = await asyncio.create_subprocess_exec(
             str(etcd_binary().with_name("etcdctl")),
             "--endpoints",
@@ -140,7 +140,7 @@ class EtcdServer:
             env={**os.environ, "ETCDCTL_API": "3"},
         )
         printed, error = await process.communicate()
-        assert process.returncode == 0, error.decode()
+        assert process.returncode == 0 or not ok, error.decode()
         return printed.decode()
 
     def kill(self) -> None:

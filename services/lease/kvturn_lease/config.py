@@ -55,6 +55,14 @@ class Policy(StrEnum):
     """A fixed time from its grant, whatever its conversation does; for comparison."""
 
 
+def shrunk_ns(span_ns: int) -> int:
+    """Returns the span divided by K, rounded down.
+
+    Whoever has waited that long by its own clock has waited at most the span by any other's.
+    """
+    return math.floor(span_ns * (1 - CLOCK_DRIFT) / (1 + CLOCK_DRIFT))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LessorConfig:
     """Constants of the lease rules, policies and limits of the core."""

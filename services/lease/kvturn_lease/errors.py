@@ -146,6 +146,16 @@ class NotLeader(LeaseServiceError):
         )
 
 
+class StoreUnavailable(LeaseServiceError):
+    """etcd does not answer, so nobody can lead, or nobody knows who does."""
+
+    code = "UNAVAILABLE"
+    reason = "STORE_UNAVAILABLE"
+
+    def __init__(self) -> None:
+        super().__init__("etcd does not answer, so it is not known who leads; try again")
+
+
 class ShuttingDown(LeaseServiceError):
     """The lease service is about to stop."""
 

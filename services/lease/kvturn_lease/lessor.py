@@ -146,6 +146,8 @@ class Lessor:
         self._lead_until_ns = NEVER_NS if term_ends_ns is None else term_ends_ns
         self._engines = Engines(config.engines_max, config.engines_away_max)
         self._conversations = Conversations(config.conversations_max)
+        self._recorded = Snapshot().conversations
+        """What earlier terms recorded; asked when a conversation is new to this one."""
         self._deadlines: DeadlineQueue[Engine | Lease] = DeadlineQueue()
         self._lease_count = 0
         self._tenants = Tenants()
@@ -217,11 +219,7 @@ class Lessor:
         self._advance(now_ns)
         for record in snapshot.sessions.values():
             self._engines.restore(record)
-        for key, kept in snapshot.conversations.items():
-            conversation = self._conversation(key)
-            held = kept.end_reason == ReleaseReason.NONE
-            conversation.engine_id = kept.engine_id
-            conversation.verdict = Verdict.ENGINE_LOST if held else verdict_of(kept.end_reason)
+        self._recorded = snapshot.conversations
 
     # ---- engines -------------------------------------------------------------------------
 
@@ -384,7 +382,7 @@ class Lessor:
     def begin_read(self, lease_id: LeaseId, key: ConversationKey, now_ns: int) -> ReadAnswer:
         """Grants the one right to read the lease, or says why not. Never granted again."""
         self._advance(now_ns)
-        conversation = self._conversations.get(key)
+        conversation = self._known(key)
         lease = self._find(lease_id)
         if lease is None or lease.conversation is not conversation:
             return ReadAnswer(_past_verdict(lease_id, conversation))
@@ -425,7 +423,7 @@ class Lessor:
         Ask again when ReleaseWaiters names the conversation. `turn` 0 expects none.
         """
         self._advance(now_ns)
-        conversation = self._conversations.get(key)
+        conversation = self._known(key)
         if turn == 0:
             return False
         if conversation is None:
@@ -487,7 +485,7 @@ class Lessor:
         0 if none is held. Raises ConversationNotFound.
         """
         self._advance(now_ns)
-        conversation = self._conversations.get(key)
+        conversation = self._known(key)
         if conversation is None:
             raise ConversationNotFound
         if conversation.lease is not None:
@@ -505,7 +503,7 @@ class Lessor:
     def end_conversation(self, key: ConversationKey, now_ns: int) -> int:
         """Ends the conversation's lease, if any; returns how many were ended. Idempotent."""
         self._advance(now_ns)
-        conversation = self._conversations.get(key)
+        conversation = self._known(key)
         if conversation is None:
             return 0
         lease = conversation.lease
@@ -647,6 +645,8 @@ class Lessor:
                 known.inherit_until_ns = max(known.inherit_until_ns, inherit_until_ns)
                 if not known.begun and not known.ended:
                     known.payload = retention.payload
+                if not known.ended:  # what the store hung on the old session may be gone
+                    self._record_conversation(known.conversation, ReleaseReason.NONE)
                 if known.outlook != Outlook.NORMAL:  # a new session starts from there
                     engine.outlooks[known.number] = known
                 self._settle(known, now_ns)
@@ -972,10 +972,25 @@ class Lessor:
     # ---- conversations -------------------------------------------------------------------
 
     def _conversation(self, key: ConversationKey) -> Conversation:
-        conversation = self._conversations.get(key)
+        conversation = self._known(key)
         if conversation is None:
             conversation = self._conversations.add(key)
             self._forget_conversations()
+        return conversation
+
+    def _known(self, key: ConversationKey) -> Conversation | None:
+        """Returns a conversation that this term or an earlier one knows; counts as a use of it."""
+        conversation = self._conversations.get(key)
+        if conversation is not None:
+            return conversation
+        recorded = self._recorded.get(key)
+        if recorded is None:
+            return None
+        conversation = self._conversations.add(key)
+        held = recorded.end_reason == ReleaseReason.NONE
+        conversation.engine_id = recorded.engine_id
+        conversation.verdict = Verdict.ENGINE_LOST if held else verdict_of(recorded.end_reason)
+        self._forget_conversations()
         return conversation
 
     def _forget_conversations(self) -> None:

@@ -53,9 +53,15 @@ class LeaseServer:
             bound = self._server.add_insecure_port(address)
         except RuntimeError:
             raise ListenError(f"cannot listen on {address}") from None
+        await self.set_leading(self._servicer.leads)
         await self._server.start()
-        await self._health.set(self._name, health_pb2.HealthCheckResponse.SERVING)
         return bound
+
+    async def set_leading(self, leading: bool) -> None:
+        """Tells, as health of the service, whether it answers; that of the process stays good."""
+        status = health_pb2.HealthCheckResponse
+        serving = status.SERVING if leading else status.NOT_SERVING
+        await self._health.set(self._name, serving)
 
     async def stop(self) -> None:
         """Ends session streams at once and other calls within the grace, then the listener."""

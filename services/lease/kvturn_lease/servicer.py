@@ -24,6 +24,7 @@ from kvturn_lease.errors import (
     LeaseServiceError,
     RegisterLate,
     ShuttingDown,
+    StoreUnavailable,
 )
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.status import abort
@@ -58,6 +59,7 @@ def _aborts(
     @functools.wraps(method)
     async def answer(self: LeaseServicer, request: _Request, context: Any) -> _Response:
         try:
+            self.check_leading()
             return await method(self, request, context)
         except LeaseServiceError as error:
             await abort(context, error)
@@ -71,15 +73,19 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def __init__(
         self,
         config: LeaseConfig,
-        lessor: Lessor,
-        store: Store,
+        lessor: Lessor | None,
+        store: Store | None,
         clock_ns: Callable[[], int],
         tracer: trace.Tracer,
     ) -> None:
-        """`clock_ns` is CLOCK_BOOTTIME: it goes on while the machine is suspended."""
+        """`clock_ns` is CLOCK_BOOTTIME: it goes on while the machine is suspended.
+
+        Without `lessor` and `store` it stands by until lead().
+        """
         self._config = config
-        self._lessor = lessor
+        self._leading = lessor
         self._store = store
+        self._refusal: LeaseServiceError = StoreUnavailable()
         self._clock_ns = clock_ns
         self._tracer = tracer
         self._streams: dict[SessionId, SessionStream] = {}
@@ -87,6 +93,37 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._closing = False
+
+    @property
+    def leads(self) -> bool:
+        """Whether it answers; else it refuses everything."""
+        return self._leading is not None
+
+    def lead(self, lessor: Lessor, store: Store) -> None:
+        """Answers out of `lessor` from now on."""
+        assert self._leading is None
+        self._leading, self._store = lessor, store
+        self._arm_timer()
+
+    def stand_by(self, refusal: LeaseServiceError) -> None:
+        """Refuses everything with `refusal` from now on; a term that runs is over at once."""
+        if self._leading is not None:
+            self._leading.depose()
+            self._carry_out()
+            self._leading = self._store = None
+            self._arm_timer()
+        self._refusal = refusal
+
+    def check_leading(self) -> None:
+        """Raises what is to be answered while standing by."""
+        if self._leading is None:
+            raise self._refusal
+
+    @property
+    def _lessor(self) -> Lessor:
+        self.check_leading()
+        assert self._leading is not None
+        return self._leading
 
     def close(self) -> None:
         """Ends every session stream with UNAVAILABLE and takes no new one."""
@@ -243,7 +280,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         if self._streams.get(session_id) is stream:
             del self._streams[session_id]
         with self._now() as now_ns:
-            self._lessor.close_session(session_id, now_ns)
+            if self._leading is not None:
+                self._leading.close_session(session_id, now_ns)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -403,15 +441,16 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             self._arm_timer()
 
     def _carry_out(self) -> None:
+        lessor = self._leading
+        if lessor is None:
+            return
         changes: list[Change] = []
-        for effect in self._lessor.drain():
+        for effect in lessor.drain():
             match effect:
                 case SendToEngine(session=session_id):
                     stream = self._streams.get(session_id)
                     if stream is not None:
-                        stream.send(
-                            wire.engine_message(effect, self._lessor.term, self._config.lessor)
-                        )
+                        stream.send(wire.engine_message(effect, lessor.term, self._config.lessor))
                 case EndSession(session=session_id, error=error):
                     stream = self._streams.get(session_id)
                     if stream is not None:
@@ -422,12 +461,12 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                             waiter.set_result(None)
                 case Record(change=change):
                     changes.append(change)
-        if changes:
+        if changes and self._store is not None:
             self._store.record(changes)
 
     def _arm_timer(self) -> None:
         """Sees to it that expire() is called when the next deadline comes."""
-        next_ns = self._lessor.next_deadline_ns()
+        next_ns = None if self._leading is None else self._leading.next_deadline_ns()
         if self._timer is not None:
             if next_ns is not None and self._timer_ns <= next_ns:
                 return  # wakes early enough, and will be armed anew then
@@ -441,7 +480,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def _on_timer(self) -> None:
         self._timer = None
         with self._now() as now_ns:
-            self._lessor.expire(now_ns)
+            if self._leading is not None:
+                self._leading.expire(now_ns)
 
     async def _await_turn(self, key: ConversationKey, turn: int, wait_ns: int) -> None:
         """Waits until a retention of the turn is announced, for `wait_ns` at most."""

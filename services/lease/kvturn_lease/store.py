@@ -90,20 +90,30 @@ Change: TypeAlias = (
 )
 
 
+class Conversations(Protocol):
+    """What is recorded of conversations. A dictionary is one."""
+
+    def get(self, key: ConversationKey, /) -> ConversationRecord | None:
+        """Returns what is recorded of one, None if nothing is, or it is not known yet."""
+
+
 @dataclass(frozen=True, slots=True)
 class Snapshot:
     """All that a store holds."""
 
     sessions: dict[str, SessionRecord] = field(default_factory=dict)
-    """By engine id; sessions that closed are kept, because they still fence."""
-    conversations: dict[ConversationKey, ConversationRecord] = field(default_factory=dict)
+    """By engine id; sessions that closed still fence for as long as the store keeps them."""
+    conversations: dict[ConversationKey, ConversationRecord] | Conversations = field(
+        default_factory=dict
+    )
+    """Asked whenever a conversation is new to the term."""
 
 
 class Store(Protocol):
-    """The seam behind which records are kept."""
+    """The seam behind which records are kept, by one term of leadership at a time."""
 
     async def load(self) -> Snapshot:
-        """Returns what was recorded, before the first `record` of this process."""
+        """Returns what earlier terms recorded, before the first `record` of this one."""
 
     def record(self, changes: Sequence[Change]) -> None:
         """Takes changes to be applied in this order, later; never waits, never raises."""
@@ -116,24 +126,25 @@ class MemoryStore:
     """Keeps records as long as the process lives; the embedded default."""
 
     def __init__(self) -> None:
-        self._snapshot = Snapshot()
+        self._sessions: dict[str, SessionRecord] = {}
+        self._conversations: dict[ConversationKey, ConversationRecord] = {}
 
     async def load(self) -> Snapshot:
         """Returns a copy of what was recorded."""
-        return Snapshot(dict(self._snapshot.sessions), dict(self._snapshot.conversations))
+        return Snapshot(dict(self._sessions), dict(self._conversations))
 
     def record(self, changes: Sequence[Change]) -> None:
         """Applies the changes at once."""
         for change in changes:
             match change:
                 case SessionOpened(record):
-                    self._snapshot.sessions[record.engine_id] = record
+                    self._sessions[record.engine_id] = record
                 case EngineForgotten(engine_id):
-                    self._snapshot.sessions.pop(engine_id, None)
+                    self._sessions.pop(engine_id, None)
                 case ConversationChanged(key, conversation):
-                    self._snapshot.conversations[key] = conversation
+                    self._conversations[key] = conversation
                 case ConversationForgotten(key):
-                    self._snapshot.conversations.pop(key, None)
+                    self._conversations.pop(key, None)
                 case SessionKept() | SessionClosed():
                     pass  # records of this store do not age
 

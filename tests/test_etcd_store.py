@@ -1,0 +1,316 @@
+"""The etcd store: what etcd holds, for how long, at what cost, and what an etcd that fails does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING
+
+import pytest
+from etcd_server import EtcdServer, until
+from etcd_terms import EtcdTerms
+
+from kvturn_lease.conversation import ConversationKey
+from kvturn_lease.etcd_leases import EtcdLeases
+from kvturn_lease.etcd_records import Keys, conversation_record, session_record
+from kvturn_lease.store import (
+    ConversationChanged,
+    ConversationForgotten,
+    ConversationRecord,
+    EngineForgotten,
+    SessionKept,
+    SessionOpened,
+    SessionRecord,
+)
+from kvturn_lease.verdict import ReleaseReason
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+KEY = ConversationKey("tenant-name", "model-name", "conversation-name")
+HELD = ConversationRecord("d1", ReleaseReason.NONE)
+
+
+def key(number: int) -> ConversationKey:
+    return KEY._replace(conversation_id=f"conversation-{number}")
+
+
+def held(*numbers: int, engine_id: str = "d1") -> list[ConversationChanged]:
+    record = ConversationRecord(engine_id, ReleaseReason.NONE)
+    return [ConversationChanged(key(number), record) for number in numbers]
+
+
+def session(engine_id: str = "d1", number: int = 1) -> SessionOpened:
+    return SessionOpened(SessionRecord(engine_id, f"inc-{engine_id}", number, ()))
+
+
+# ---- what etcd holds -------------------------------------------------------------------------
+
+
+async def test_etcd_learns_no_name_of_a_conversation(tmp_path: Path) -> None:
+    """Keys are keyed hashes; another secret gives others; values hold engine and state alone."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session(), ConversationChanged(KEY, HELD)])
+        await terms.settled(store)
+        found = await terms.keys_in_etcd()
+        values = sorted(value for value, _ in found.values())
+        assert values == [
+            b'{"engine":"d1","incarnation":"inc-d1","session":1,"fenced":[]}',
+            b'{"engine":"d1","state":"held"}',
+        ]
+        assert all(lease for _, lease in found.values())
+        for name in (*KEY, *(part.encode().hex() for part in KEY)):
+            assert not any(name.encode() in each for each in found)
+    ours, others = Keys("test/", b"secret"), Keys("test/", b"another")
+    assert ours.tag(KEY) != others.tag(KEY)
+    assert ours.conversations != others.conversations
+    shifted = ConversationKey("tenant-namem", "odel-name", "conversation-name")
+    assert ours.tag(KEY) != ours.tag(shifted)
+    assert ours.tag_of(ours.conversation(KEY)) == ours.tag(KEY)
+
+
+async def test_one_lease_per_engine_and_number_of_records(tmp_path: Path) -> None:
+    """30 records of one engine at 10 to a lease, its session included, hang on 4 leases."""
+    async with (
+        EtcdServer(tmp_path) as etcd,
+        EtcdTerms(etcd.endpoint, records_per_lease_max=10) as terms,
+    ):
+        store, _ = await terms.begin()
+        store.record([session("d1"), session("d2"), *held(*range(30))])
+        await terms.settled(store)
+        found = await terms.keys_in_etcd()
+        assert len({lease for _, lease in found.values()}) == 5
+        assert len(terms.leases) == 5
+        # Changes and moves to another engine make room where a record was.
+        for _ in range(3):
+            store.record(held(*range(30), engine_id="d2"))
+            await terms.settled(store)
+            store.record(held(*range(30)))
+            await terms.settled(store)
+        assert len(terms.leases) <= 8
+        # The next term goes on with the same leases.
+        store, snapshot = await terms.begin()
+        await until(lambda: snapshot.conversations.get(key(29)))
+        store.record([session("d1", 2), *held(30)])
+        await terms.settled(store)
+        assert len(terms.leases) <= 8
+
+
+async def test_heartbeats_add_no_revision_and_keep_records_alive(tmp_path: Path) -> None:
+    """The engine that heartbeats stays in etcd; the one that stopped goes, all its leases too."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint, ttl_s=2) as terms:
+        store, _ = await terms.begin()
+        store.record([session("d1"), session("d2"), *held(1), *held(2, engine_id="d2")])
+        await terms.settled(store)
+        revision = await terms.revision()
+
+        async def only_one_is_left() -> bool:
+            store.record([SessionKept("d1")] * 100)
+            return len(await terms.keys_in_etcd()) == 2
+
+        await until(only_one_is_left)
+        assert await terms.revision() == revision + 1  # the end of d2's lease
+        assert all(b"d1" in value for value, _ in (await terms.keys_in_etcd()).values())
+        for _ in range(10):
+            store.record([SessionKept("d1")] * 100)
+            await asyncio.sleep(0)
+        assert await terms.revision() == revision + 1
+
+        async def nothing_is_left() -> bool:
+            leases = await etcd.ctl("lease", "list")
+            return not await terms.keys_in_etcd() and "found 0 leases" in leases
+
+        await until(nothing_is_left)
+
+
+async def test_forgetting_deletes_at_once(tmp_path: Path) -> None:
+    """A forgotten conversation leaves etcd, a forgotten engine with all that hung on it."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session("d1"), session("d2"), *held(1, 2, 3)])
+        await terms.settled(store)
+        store.record([ConversationForgotten(key(1))])
+        await terms.settled(store)
+        assert len(await terms.keys_in_etcd()) == 4
+        store.record([EngineForgotten("d1")])
+
+        async def only_the_other_is_left() -> bool:
+            return list(await terms.keys_in_etcd()) == [terms.keys.session("d2")]
+
+        await until(only_the_other_is_left)
+
+
+async def test_what_cannot_be_used_is_deleted(tmp_path: Path) -> None:
+    """Records under another secret, beyond the bound, or that nobody can read do not stay."""
+    async with EtcdServer(tmp_path) as etcd:
+        async with EtcdTerms(etcd.endpoint, secret=b"before") as terms:
+            store, _ = await terms.begin()
+            store.record([session(), *held(*range(300))])
+        async with EtcdTerms(etcd.endpoint, conversations_max=10) as terms:
+            store, _ = await terms.begin()
+
+            async def only_the_session_is_left() -> bool:
+                return list(await terms.keys_in_etcd()) == [terms.keys.session("d1")]
+
+            await until(only_the_session_is_left)
+            store.record(held(*range(20)))
+            await terms.settled(store)
+            await etcd.ctl("put", f"{terms.keys.conversations.decode()}nonsense", "x")
+            await etcd.ctl("put", f"{terms.keys.sessions.decode()}nonsense", '{"engine":1}')
+            await terms.begin()
+
+            async def ten_are_left() -> bool:
+                return len(await terms.keys_in_etcd()) == 12
+
+            await until(ten_are_left)
+
+
+@pytest.mark.parametrize(
+    "value", [b"", b"{}", b"[]", b"\xff", b'{"engine":"d1","state":"nonsense","session":"x"}']
+)
+def test_values_of_others_are_no_records(value: bytes) -> None:
+    """What somebody else wrote there is not believed."""
+    assert session_record(value) is None
+    assert conversation_record(value) is None
+
+
+# ---- what fails ------------------------------------------------------------------------------
+
+
+async def test_a_deposed_leader_changes_nothing(tmp_path: Path) -> None:
+    """Its transactions do not apply once its leader key is gone, or is another's."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session()])
+        await terms.settled(store)
+        await terms.depose()
+        store.record([session("d1", 9), *held(1)])
+        await until(lambda: terms.fenced == 1)
+        assert list(await terms.keys_in_etcd()) == [terms.keys.session("d1")]
+        _, snapshot = await terms.begin()
+        store.record([session("d1", 10)])
+        assert snapshot.sessions["d1"].session_number == 1
+        assert terms.fenced == 1
+
+
+async def test_a_wiped_etcd_ends_the_term(tmp_path: Path) -> None:
+    """The leader key is gone with everything else."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session()])
+        await terms.settled(store)
+        etcd.kill()
+        etcd.wipe()
+        await etcd.start()
+        store.record(held(1))
+        await until(lambda: terms.fenced == 1)
+
+
+async def test_changes_wait_for_an_etcd_that_is_down(tmp_path: Path) -> None:
+    """It is killed under load and comes back: the newest of each record arrives."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session(), *held(*range(1_000))])
+        etcd.kill()
+        for _ in range(10):
+            store.record([session("d1", 2), *held(*range(1_000, 2_000))])
+            await asyncio.sleep(0)
+        await etcd.start()
+        await terms.settled(store)
+        assert len(await terms.keys_in_etcd()) == 2_001
+        assert terms.fenced == 0
+
+
+async def test_what_waits_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With etcd frozen changes beyond the bound are dropped, which is said once; sessions stay."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint, waiting_max=200) as terms:
+        store, _ = await terms.begin()
+        store.record([session()])
+        await terms.settled(store)
+        etcd.freeze()
+        with caplog.at_level(logging.WARNING):
+            for number in range(2_000):
+                store.record(held(number))
+            store.record([session("d2")])
+            etcd.resume()
+            await terms.settled(store)
+        assert [each.message for each in caplog.records] == [
+            "etcd is slow: dropping records of conversations",
+            "etcd has caught up",
+        ]
+        assert len(await terms.keys_in_etcd()) == 202
+        store.record(held(2_001))
+        await terms.settled(store)
+        assert len(await terms.keys_in_etcd()) == 203
+
+
+async def test_an_etcd_without_space_costs_records_and_one_line(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Records are dropped, keepalives go on; with room again records are taken again."""
+    quota = ("--quota-backend-bytes", str(1024 * 1024))
+    async with EtcdServer(tmp_path, *quota) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session()])
+        await terms.settled(store)
+        for number in range(11):
+            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 5)
+        with caplog.at_level(logging.WARNING):
+            store.record(held(1))
+            await terms.settled(store)
+            store.record([SessionKept("d1"), *held(2)])
+            await terms.settled(store)
+            assert len(await terms.keys_in_etcd()) == 1
+            revision = await terms.revision()
+            await etcd.ctl("compact", str(revision))
+            await etcd.ctl("del", "filler", "--prefix", ok=False)
+            await terms.client.compact(await terms.revision(), 5)
+            await etcd.ctl("defrag")
+            await etcd.ctl("alarm", "disarm")
+            store.record(held(3))
+            await terms.settled(store)
+        assert len(await terms.keys_in_etcd()) == 2
+        assert len(caplog.records) == 2
+        assert "out of space" in caplog.records[0].message
+        assert "again" in caplog.records[1].message
+        assert terms.fenced == 0
+
+
+async def test_a_lease_that_etcd_lost_is_replaced(tmp_path: Path) -> None:
+    """Somebody revokes an engine's lease: its session is put again, and new records too."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint) as terms:
+        store, _ = await terms.begin()
+        store.record([session()])
+        await terms.settled(store)
+        (lease,) = terms.leases.of_engine("d1")
+        await terms.client.revoke(lease, 5)
+        store.record([SessionKept("d1")])
+
+        async def session_is_back() -> bool:
+            return len(await terms.keys_in_etcd()) == 1
+
+        await until(session_is_back)
+        (lease,) = terms.leases.of_engine("d1")
+        await terms.client.revoke(lease, 5)
+        store.record(held(1))
+
+        async def both_are_there() -> bool:
+            return len(await terms.keys_in_etcd()) == 2
+
+        await until(both_are_there)
+
+
+def test_renewals_are_due_once_in_a_third_of_the_ttl() -> None:
+    """However often heartbeats come; sooner again after one that failed."""
+    leases = EtcdLeases(ttl_s=30)
+    assert not leases.is_due("d1", 0.0)  # has nothing in etcd
+    leases.add("d1", 7)
+    due = [now_s for now_s in range(60) if leases.is_due("d1", float(now_s))]
+    assert due == [0, 10, 20, 30, 40, 50]
+    leases.retry("d1", 50.0)
+    assert not leases.is_due("d1", 50.4)
+    assert leases.is_due("d1", 50.5)
+    assert leases.forget("d1") == (7,)
+    assert not leases.is_due("d1", 90.0)
+    assert len(leases) == 0
