@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from bench.lease.core import measure_core
+from bench.lease.etcd import EtcdScale, measure_etcd
 from bench.lease.machine import Neighbours, facts, load_average
 from bench.lease.memory import measure_memory
 from bench.lease.operations import Setting, measure_operations
@@ -26,9 +27,10 @@ from bench.lease.processes import BenchError, Cores
 from bench.lease.questions import measure_questions
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Sequence
+    from collections.abc import Sequence
 
     from bench.lease.figures import Table
+
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 SECTIONS = ("core", "operations", "questions", "memory")
@@ -47,6 +49,7 @@ class Scale:
     questions_a_round: int
     memory: tuple[tuple[int, int], ...]
     """(leases, digest points)."""
+    etcd: EtcdScale
 
 
 FULL = Scale(
@@ -65,6 +68,7 @@ FULL = Scale(
     questions=Setting(100_000, 10),
     questions_a_round=3_000,
     memory=((100_000, 64), (10_000, 2_048)),
+    etcd=EtcdScale(Setting(10_000, 10), heartbeat_s=6, grants=20_000),
 )
 FAST = Scale(
     points=4,
@@ -75,6 +79,7 @@ FAST = Scale(
     questions=Setting(100, 2),
     questions_a_round=50,
     memory=((100, 4),),
+    etcd=EtcdScale(Setting(50, 2), heartbeat_s=0.5, grants=100),
 )
 
 
@@ -121,27 +126,30 @@ async def _measure(args: argparse.Namespace) -> list[str]:
     tables = []
     for name in args.sections:
         neighbours = Neighbours()
-        table = (await _section(name, scale, rounds, cores)).markdown()
-        tables.append(f"{table}\nOthers kept {neighbours.busy_cores():.1f} cores busy.\n")
+        section = [table.markdown() for table in await _section(name, scale, rounds, cores)]
+        section.append(f"Others kept {neighbours.busy_cores():.1f} cores busy.\n")
+        tables.append("\n".join(section))
         print(tables[-1], flush=True)
     head = _head(cores, rounds, machine, before)
     print(head)
     return [head, *tables]
 
 
-async def _section(name: str, scale: Scale, rounds: int, cores: Cores) -> Table:
-    measure: dict[str, Callable[[], Awaitable[Table]]] = {
-        "operations": lambda: measure_operations(
-            scale.operations, scale.points, cores, rounds, scale.batch
-        ),
-        "questions": lambda: measure_questions(
-            scale.questions, scale.points, cores, rounds, scale.questions_a_round
-        ),
-        "memory": lambda: measure_memory(scale.memory, cores),
-    }
-    if name == "core":
-        return measure_core(scale.core, scale.points, 2 * rounds, scale.batch)
-    return await measure[name]()
+async def _section(name: str, scale: Scale, rounds: int, cores: Cores) -> list[Table]:
+    points, batch, questions = scale.points, scale.batch, scale.questions_a_round
+    match name:
+        case "core":
+            return [measure_core(scale.core, points, 2 * rounds, batch)]
+        case "operations":
+            return [await measure_operations(scale.operations, points, cores, rounds, batch)]
+        case "questions":
+            return [await measure_questions(scale.questions, points, cores, rounds, questions)]
+        case "memory":
+            return [await measure_memory(scale.memory, cores)]
+        case _:
+            return await measure_etcd(
+                scale.etcd, points, cores, rounds=rounds, batch=batch, questions=questions
+            )
 
 
 def _head(cores: Cores, rounds: int, machine: str, load_before: str) -> str:

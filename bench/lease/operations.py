@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import functools
 import gc
@@ -36,6 +37,12 @@ class Setting:
 
     leases: int
     engines: int
+    store: str = ""
+    """As `--store` takes it; empty for the memory store."""
+
+    def cells(self) -> tuple[str, ...]:
+        """Returns the columns of the table that tell it."""
+        return f"{self.leases:,}", f"{self.engines:,}", self.store.partition(":")[0] or "memory"
 
 
 @dataclass(slots=True)
@@ -70,6 +77,7 @@ COLUMNS = (
     "operation",
     "leases",
     "engines",
+    "store",
     f"per second, {IN_FLIGHT} in flight",
     "CPU µs",
     "1 s / CPU",
@@ -105,27 +113,39 @@ class Reader:
         """Reports that a read completed."""
         await self._stub.EndRead(request, timeout=_DEADLINE_S)
 
+    async def wait_until_ready(self) -> None:
+        """Waits until the service leads: with etcd it is elected first."""
+        async with asyncio.timeout(_DEADLINE_S):
+            while True:
+                try:
+                    await self.count_leases()
+                    return
+                except grpc.aio.AioRpcError as error:
+                    if error.code() != grpc.StatusCode.UNAVAILABLE:
+                        raise
+                await asyncio.sleep(0.05)
+
     async def count_leases(self) -> int:
         """Returns how many leases the service holds that have not ended."""
         answer = await self._stub.ListEngines(lease_pb2.ListEnginesRequest(), timeout=_DEADLINE_S)
         return sum(engine.lease_count for engine in answer.engines)
 
 
-def service_args(setting: Setting, store: str = "") -> list[str]:
+def service_args(setting: Setting, session_ttl_s: int = 3_600) -> list[str]:
     """Returns the command line of a lease service that has room for more, and ends nothing itself.
 
-    Sessions and conversations live for an hour, so that a disturbed machine ends none.
+    Sessions too live for an hour unless told otherwise, so that a disturbed machine ends none.
     """
     per_engine = 2 * setting.leases // setting.engines + 5_000
     leases = per_engine * setting.engines
     return [
         *("-m", "kvturn_lease", "--port", "0", "--log-level", "WARNING"),
-        *("--session-ttl", "3600", "--idle", "3600", "--max-hold", "7200"),
+        *("--session-ttl", str(session_ttl_s), "--idle", "3600", "--max-hold", "7200"),
         *("--leases", str(leases), "--leases-per-tenant", str(leases)),
         *("--leases-per-engine", str(per_engine), "--queued-messages", str(per_engine + 1)),
         *("--blocks-per-engine", _BLOCKS, "--blocks-per-tenant", _BLOCKS),
         *("--tokens-per-engine", _TOKENS, "--tokens-per-tenant", _TOKENS),
-        *(("--store", store) if store else ()),
+        *(("--store", setting.store) if setting.store else ()),
     ]
 
 
@@ -136,6 +156,7 @@ async def holding(
     """Opens sessions that hold so many leases, and checks at the end that the count is right."""
     fleet, reader = Fleet(service.target, setting.engines, points), Reader(service.target)
     try:
+        await reader.wait_until_ready()
         await fleet.open(setting.leases)
         yield fleet, reader
         counted = await reader.count_leases()
@@ -228,9 +249,9 @@ async def measure_operations(
                 echoes.note(*round_of_echo)
             for service in services:
                 await service.round(counts=number > 0)
-    rows = [("echo", "", "", *echoes.cells())]
+    rows = [("echo", "", "", "", *echoes.cells())]
     rows += [
-        (name, f"{each.leases:,}", f"{each.engines:,}", *service.rounds[name].cells())
+        (name, *each.cells(), *service.rounds[name].cells())
         for name in _OPERATIONS
         for each, service in zip(settings, services, strict=True)
     ]

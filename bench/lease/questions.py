@@ -28,7 +28,7 @@ class Contender(Protocol):
     async def prepare(self, count: int) -> Sequence[Any]:
         """Returns so many requests; not measured."""
 
-    async def ask(self, request: Any) -> None:
+    async def ask(self, request: Any) -> object:
         """Makes one call."""
 
     async def finish(self, requests: Sequence[Any]) -> None:
@@ -82,11 +82,10 @@ class EchoedReads:
 
 @contextlib.asynccontextmanager
 async def leasing(
-    name: str, setting: Setting, points: int, cores: Cores, store: str = ""
+    name: str, setting: Setting, points: int, cores: Cores
 ) -> AsyncIterator[LeaseReads]:
     """Runs a lease service that holds a setting's leases."""
-    args = service_args(setting, store)
-    with ServerProcess("lease service", args, cores.server) as service:
+    with ServerProcess("lease service", service_args(setting), cores.server) as service:
         async with holding(service, setting, points) as (fleet, reader):
             yield LeaseReads(name, service, fleet, reader)
 
