@@ -17,6 +17,7 @@ MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
 VERSIONS = ("0.29.0", "0.32.0")
 LONGEST_PROMPT_TOKENS = 4096
 SMALL_BLOCKS = 24
+SMALL_PREFILL_BLOCKS = 200
 SMALL_TTL_S = 3.0
 SMALL_LONGEST_READ_S = 1.5
 SMALL_HOLD_S = 1.01 / 0.99 * (SMALL_TTL_S + SMALL_LONGEST_READ_S)
@@ -34,11 +35,13 @@ def run_dir(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def small_stack(name: str, version: str) -> Iterator[Stack]:
+def small_stack(name: str, version: str, **env: str) -> Iterator[Stack]:
     """One prefill engine and a decode engine whose KV memory holds four conversations.
 
-    The times of the lease rules are short, so that what runs out runs out within seconds.
+    The times of the lease rules are short, so that what runs out runs out within seconds; an
+    engine that is frozen meanwhile stays in the router's fleet.
     """
+    override = "--num-gpu-blocks-override"
     config = StackConfig(
         run_dir=run_dir(f"{version}-{name}"),
         model=MODEL,
@@ -48,11 +51,15 @@ def small_stack(name: str, version: str) -> Iterator[Stack]:
             *("--session-ttl", str(SMALL_TTL_S), "--heartbeat", "0.5"),
             *("--longest-read", str(SMALL_LONGEST_READ_S)),
         ),
+        router_args=("--health-failures", "100"),
         engines=(
-            EngineConfig("prefill", "prefill-0", prefix_caching=False),
             EngineConfig(
-                "decode", "decode-0", args=("--num-gpu-blocks-override", str(SMALL_BLOCKS))
+                *("prefill", "prefill-0"),
+                args=(override, str(SMALL_PREFILL_BLOCKS)),
+                env=env,
+                prefix_caching=False,
             ),
+            EngineConfig("decode", "decode-0", args=(override, str(SMALL_BLOCKS)), env=env),
         ),
     )
     with Stack(config) as running:
