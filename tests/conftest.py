@@ -1,10 +1,15 @@
 """Which event loop tests run on: the router's run on uvloop, as the router does."""
 
 import asyncio
+import os
 from collections.abc import Callable, Mapping
 
 import pytest
 import uvloop
+
+# Tests start processes while gRPC's threads run. Its fork handlers are of no use to a child that
+# becomes another program at once, and now and then they kill it ("next_worker->state == KICKED").
+os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
 
 
 def pytest_asyncio_loop_factories(

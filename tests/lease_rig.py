@@ -43,7 +43,8 @@ LONGEST_READ_S = 0.4
 HOLD_S = 1.43
 """K*(TTL + R), and what an engine's next look at its holds may add."""
 HOLD_SLACK_S = 0.3
-QUESTION_S = 0.05
+PATIENT_S = 5.0
+"""A question deadline that no busy machine exceeds: an answer that is lost is a grant lost."""
 SPANS = (
     f"--session-ttl={SESSION_TTL_S}",
     f"--heartbeat={HEARTBEAT_S}",
@@ -176,12 +177,12 @@ async def lease_of(services: Sequence[LeaseProcess], name: str, timeout_s: float
     return found
 
 
-def connector_config(endpoints: Sequence[str]) -> ConnectorConfig:
+def connector_config(endpoints: Sequence[str], question_s: float) -> ConnectorConfig:
     return ConnectorConfig.from_extra(
         {
             "kvturn_lease_endpoint": ",".join(endpoints),
             "bidirectional_kv_xfer": True,
-            "kvturn_question_deadline_ms": QUESTION_S * 1000,
+            "kvturn_question_deadline_ms": question_s * 1000,
         }
     )
 
@@ -190,7 +191,11 @@ class Engine:
     """The connector's client as a decode engine uses it, or as prefill does, without vLLM."""
 
     def __init__(
-        self, endpoints: Sequence[str], name: str = "d1", incarnation: str | None = None
+        self,
+        endpoints: Sequence[str],
+        name: str = "d1",
+        incarnation: str | None = None,
+        question_s: float = PATIENT_S,
     ) -> None:
         self.incarnation = incarnation or name
         nixl = common_pb2.NixlAddress(
@@ -204,7 +209,7 @@ class Engine:
         )
         retentions = Retentions(self.incarnation, 100, 480 * 10**9)
         self.session = EngineSession(description, retentions, lease_pb2.KvMemory)
-        self.client = LeaseClient(connector_config(endpoints), name, self.session)
+        self.client = LeaseClient(connector_config(endpoints, question_s), name, self.session)
         self._questions = itertools.count()
         self._freed: dict[int, float] = {}
 

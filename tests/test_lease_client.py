@@ -93,12 +93,15 @@ class Service(lease_pb2_grpc.LeaseServiceServicer, health_pb2_grpc.HealthService
         self.ends: queue.Queue[lease_pb2.EndReadRequest] = queue.Queue()
         self.answer: lease_pb2.BeginReadResponse | None = None
         """What BeginRead answers; None: never anything."""
+        self.refused: queue.Queue[str] = queue.Queue()
+        """Sessions that were refused."""
         self.end_failures = 0
         """How many EndReads fail before one is taken."""
         self.refusal = ""
         """Reason of the ErrorInfo with which everything is refused; empty: it leads."""
         self.leader = ""
         """Whom it names then."""
+        self.code = grpc.StatusCode.UNAVAILABLE
         self.port = 0
         self._server: grpc.Server
 
@@ -141,7 +144,7 @@ class Service(lease_pb2_grpc.LeaseServiceServicer, health_pb2_grpc.HealthService
             info.metadata["leader"] = self.leader
             detail = any_pb2.Any()
             detail.Pack(info)
-            rich = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], details=[detail])
+            rich = status_pb2.Status(code=self.code.value[0], details=[detail])
             context.abort_with_status(rpc_status.to_status(rich))
 
     def EngineSession(
@@ -149,6 +152,9 @@ class Service(lease_pb2_grpc.LeaseServiceServicer, health_pb2_grpc.HealthService
         request_iterator: Iterator[lease_pb2.EngineSessionRequest],
         context: grpc.ServicerContext,
     ) -> Iterator[lease_pb2.EngineSessionResponse]:
+        if self.refusal:
+            next(request_iterator)
+            self.refused.put("EngineSession")
         self._refuse(context)
         stream = Stream()
         if not context.add_callback(stream.end):
@@ -586,6 +592,19 @@ def test_frozen_lease_service_is_left_after_a_ttl(service: Service) -> None:
         clock.ahead_ns += 5 * NS_PER_S
         stream, _ = service.session()
         assert stream.number == 2
+
+
+def test_engine_that_was_fenced_frees_what_it_holds(service: Service) -> None:
+    """Another process has its name. Each Register would vouch for what nobody will read."""
+    clock, engine = Clock(), engine_session()
+    service.code, service.refusal = grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED"
+    with running(service.port, clock=clock, session=engine) as client:
+        retain(client, 1)
+        assert take(service.refused) == "EngineSession"
+        with pytest.raises(queue.Empty):
+            service.refused.get(timeout=1.0)
+        clock.ahead_ns += engine.hold_after_vouch_ns
+        assert freed_numbers(client, 1) == [1]
 
 
 def test_session_that_fails_inside_is_followed_by_another(

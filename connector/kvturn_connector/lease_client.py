@@ -55,6 +55,13 @@ RECONNECT_MAX_S = 0.5
 OPEN_TIMEOUT_S = 2.0
 QUIET_HEARTBEATS = 1.5
 """Nothing heard for so many heartbeats: whether the leader still leads is asked."""
+TURNED_AWAY = (
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+"""Refusals of a Register that the next one would meet too, most of all SESSION_FENCED: another
+process has taken the engine's name."""
 END_READ_TIMEOUT_S = 1.0
 END_READ_ATTEMPTS = 3
 SEND_QUEUE_MAX = 10_000
@@ -112,6 +119,7 @@ class LeaseClient:
         self._endpoint = ""
         self._heard_ns = 0
         self._quiet_ns = 0
+        self._turned_away = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._wake = asyncio.Event()
         self._loop = asyncio.new_event_loop()
@@ -267,14 +275,19 @@ class LeaseClient:
                 tried.clear()
                 pause_s = RECONNECT_MIN_S
                 await asyncio.sleep(pause_s)
+            elif self._turned_away:
+                # Each Register vouches: without a pause what is held would be held for ever.
+                await asyncio.sleep(self._session.hold_after_vouch_ns / NS_PER_S)
 
     async def _whole_session(self, endpoint: str) -> str:
         """Returns why it ended. Whom to try next is up to what the channels have heard."""
         began_ns = self._clock()
+        self._turned_away = False
         try:
             await self._one_session(endpoint)
         except grpc.aio.AioRpcError as error:
             self._channels.refused(endpoint, error, began_ns)
+            self._turned_away = error.code() in TURNED_AWAY
             return f"{error.code().name}: {error.details()}"
         except TimeoutError:
             self._channels.silent(endpoint, began_ns)
