@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bench.lease.figures import Table
-from bench.lease.operations import Setting, holding, service_args
+from bench.lease.operations import Operations, Setting, holding, service_args
 from bench.lease.processes import Cores, ServerProcess
 
 if TYPE_CHECKING:
@@ -26,7 +26,8 @@ async def measure_memory(cases: Sequence[tuple[int, int]], cores: Cores) -> Tabl
         "Memory of the service process",
         "Ten engines. *Granted*: each lease came with a Grant. *Brought*: all came in the "
         "inventories of ten Registers, as after a restart of the service, whose messages the "
-        "process held for a moment. MB are 10^6 bytes; a lease's bytes are the growth since the "
+        "process held for a moment. Measured when two in a hundred had since been read and as many "
+        "granted. MB are 10^6 bytes; a lease's bytes are the growth since the "
         f"start, over the leases. The last column is start + {_EXTRAPOLATED_TO:,} times that, "
         "measured where that many leases were held and extrapolated elsewhere.",
         (
@@ -49,9 +50,9 @@ async def _measure(
     with ServerProcess("lease service", service_args(setting), cores.server) as service:
         at_start = service.rss_bytes()
         inventories = setting if brought else Setting(0, setting.engines)
-        async with holding(service, inventories, points) as (fleet, _):
+        async with holding(service, inventories, points) as (fleet, reader):
             await fleet.grant(setting.leases - fleet.lease_count, setting.engines)
-            await fleet.heartbeat_all()
+            await Operations(service, fleet, reader, setting.leases // 100).round(counts=False)
             holding_them, at_most = service.rss_bytes(), service.peak_rss_bytes()
     per_lease = (holding_them - at_start) / setting.leases
     extrapolated = (at_start + _EXTRAPOLATED_TO * per_lease) / _MB
