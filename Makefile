@@ -4,8 +4,9 @@ SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SIM_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all lint type check-protos proto lock bench-lease clean
+.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -36,6 +37,9 @@ test-fast: setup-fast lint type check-protos ## Run every check and test that ne
 
 test-all: test sim ## Run make test, the full simulation and the fault matrix
 	$(BIN)/pytest -m fault $(PYTEST_ARGS)
+
+sim: setup-fast ## Simulate the lease rules: 20,000 seeds, then every mutant (SEED=n replays one)
+	PYTHONPATH=tests $(BIN)/python -m sim $(if $(SEED),--seed $(SEED)) $(SIM_ARGS)
 
 lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
