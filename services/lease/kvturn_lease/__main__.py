@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvturn_lease.config import ConfigError, LeaseConfig, parse_config
+from kvturn_lease.election import Election
+from kvturn_lease.etcd.client import EtcdClient
+from kvturn_lease.etcd_leases import EtcdLeases
+from kvturn_lease.etcd_records import Keys
+from kvturn_lease.etcd_store import EtcdStore
 from kvturn_lease.lessor import Lessor
+from kvturn_lease.office import LeaderOffice, new_term
+from kvturn_lease.outages import Outages
 from kvturn_lease.server import LeaseServer, ListenError
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
@@ -23,6 +30,9 @@ from kvturn_lease.telemetry import make_telemetry
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+
+    from kvturn_lease.etcd.config import EtcdConfig
+    from kvturn_lease.etcd_store import Fence
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -60,18 +70,73 @@ async def _serve(config: LeaseConfig) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    store = MemoryStore()
     telemetry = make_telemetry(config.otlp_endpoint)
-    lessor = Lessor(config.lessor, term=secrets.randbits(64) or 1)
-    lessor.restore(await store.load(), boottime_ns())
-    servicer = LeaseServicer(config, lessor, store, boottime_ns, telemetry.tracer)
+    servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer)
     server = LeaseServer(config, servicer, telemetry)
+    if config.etcd is None:
+        servicer.lead(Lessor(config.lessor, new_term()), MemoryStore())
     port = await server.start()
     print(f"lease service listening on {config.host}:{port}", flush=True)
-    await stop.wait()
+    if config.etcd is None:
+        await stop.wait()
+    else:
+        address = config.advertise or f"{config.host}:{port}"
+        await _stand_for_election(config, config.etcd, servicer, server, address, stop)
     await server.stop()
-    await store.close()
     await telemetry.close()
+
+
+async def _stand_for_election(
+    config: LeaseConfig,
+    etcd: EtcdConfig,
+    servicer: LeaseServicer,
+    server: LeaseServer,
+    address: str,
+    stop: asyncio.Event,
+) -> None:
+    """Leads whenever elected in etcd, until `stop`; then hands over."""
+    logger = logging.getLogger("kvturn.lease")
+    if not config.secret:
+        logger.warning(
+            "no --secret-file: after a failover verdicts know less, because the next leader"
+            " cannot tell which records are whose"
+        )
+    client = EtcdClient(etcd)
+    outages = Outages(logger)
+    keys = Keys(etcd.prefix, config.secret or secrets.token_bytes(32))
+
+    def open_store(fence: Fence) -> EtcdStore:
+        return EtcdStore(
+            client,
+            keys,
+            fence,
+            EtcdLeases(config.records_ttl_s),
+            outages,
+            conversations_max=config.lessor.conversations_max,
+            on_fenced=election.over.set,
+        )
+
+    office = LeaderOffice(config.lessor, servicer, server, boottime_ns, open_store)
+    election = Election(
+        client,
+        office,
+        outages,
+        boottime_ns,
+        key=keys.leader,
+        address=address,
+        ttl_s=config.leadership_ns // 1_000_000_000,
+    )
+    running = asyncio.create_task(election.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({running, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        running.cancel()
+        await asyncio.wait({running})
+        await client.close()
+    if not running.cancelled():
+        running.result()
 
 
 if __name__ == "__main__":

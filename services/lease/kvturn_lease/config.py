@@ -13,8 +13,10 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from kvturn_lease.etcd.config import EtcdConfig
 from kvturn_lease.usage import Limits
 
 if TYPE_CHECKING:
@@ -30,6 +32,13 @@ _SESSION_TTL_MAX_NS = 3600 * _SECOND_NS
 _LONGEST_READ_MAX_NS = 600 * _SECOND_NS
 _SPAN_MAX_NS = 7 * 24 * 3600 * _SECOND_NS
 _COUNT_MAX = 100_000_000
+_LEADERSHIP_MIN_NS = 2 * _SECOND_NS  # etcd grants no less
+_LEADERSHIP_MAX_NS = 60 * _SECOND_NS
+_SECRET_BYTES_MIN = 16
+_MEMORY = "memory"
+_ETCD_SCHEME = "etcd://"
+_PASSWORD_VARIABLE = "KVTURN_LEASE_ETCD_PASSWORD"
+_PASSWORD_PLACE = f"comes by --etcd-password-file or {_PASSWORD_VARIABLE}"
 
 
 class ConfigError(Exception):
@@ -201,6 +210,14 @@ class LeaseConfig:
     """Largest message taken: a Register with a full inventory."""
     shutdown_grace_ns: int = 500 * _MILLISECOND_NS
     """How long calls in progress may take to end after a signal to stop."""
+    etcd: EtcdConfig | None = None
+    """Where records are kept and the leader is elected; None: in memory, and it leads alone."""
+    secret: bytes = field(default=b"", repr=False)
+    """The cluster secret that keys the names of conversations in etcd; empty: one of its own."""
+    leadership_ns: int = 3 * _SECOND_NS
+    """How long nobody leads after a leader died: the TTL of its etcd lease, whole seconds."""
+    advertise: str = ""
+    """HOST:PORT where clients reach this process; empty: host and port."""
     otlp_endpoint: str = ""
     """Where traces go by OTLP gRPC, e.g. http://127.0.0.1:4317; empty turns them off."""
     log_level: str = "INFO"
@@ -218,6 +235,24 @@ class LeaseConfig:
             self.otlp_endpoint == "" or self.otlp_endpoint.startswith(("http://", "https://")),
             "otlp-endpoint must start with http:// or https://",
         )
+        _check(
+            self.leadership_ns % _SECOND_NS == 0
+            and _LEADERSHIP_MIN_NS <= self.leadership_ns <= _LEADERSHIP_MAX_NS,
+            f"leadership must be {_LEADERSHIP_MIN_NS // _SECOND_NS} to "
+            f"{_LEADERSHIP_MAX_NS // _SECOND_NS} whole seconds",
+        )
+        _check(
+            self.etcd is None or self.advertise != "" or self.host not in ("0.0.0.0", "::"),
+            f"advertise must be given, HOST:PORT, because clients cannot reach --host {self.host}",
+        )
+
+    @property
+    def records_ttl_s(self) -> int:
+        """How long etcd keeps what it holds of an engine after the engine's last heartbeats.
+
+        Long enough for the next leader to find the records of an engine that lives.
+        """
+        return math.ceil((3 * self.lessor.session_ttl_ns + self.leadership_ns) / _SECOND_NS)
 
 
 def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig:
@@ -252,6 +287,16 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.count("conversations", core.conversations_max, "conversations remembered without lease")
     parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
     parser.count("questions", defaults.questions_max, "calls in progress")
+    parser.text("store", _MEMORY, "memory, or etcd://HOST:PORT,HOST:PORT of one cluster")
+    parser.text("etcd-ca", "", "file of the certificates to check etcd's against; turns TLS on")
+    parser.text("etcd-cert", "", "file of our certificate for etcd")
+    parser.text("etcd-key", "", "file of its key")
+    parser.text("etcd-user", "", "user to log in to etcd as")
+    parser.text("etcd-password-file", "", f"file of the password, instead of {_PASSWORD_VARIABLE}")
+    parser.text("etcd-prefix", "kvturn/", "what our keys in etcd begin with")
+    parser.text("secret-file", "", "file of the cluster secret, the same for all lease services")
+    parser.seconds("leadership", defaults.leadership_ns, "TTL of a leader in etcd")
+    parser.text("advertise", "", "HOST:PORT where clients reach this process")
     parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
@@ -290,9 +335,76 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         ),
         queued_messages_max=int(values["queued-messages"]),
         questions_max=int(values["questions"]),
+        etcd=_etcd_config(values, environ),
+        secret=_secret(str(values["secret-file"])),
+        leadership_ns=int(values["leadership"]),
+        advertise=_advertised(str(values["advertise"])),
         otlp_endpoint=str(values["otlp-endpoint"]),
         log_level=log_level,
     )
+
+
+def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) -> EtcdConfig | None:
+    """Returns how to reach etcd, None for the memory store. Raises ConfigError."""
+    store = str(values["store"])
+    if store == _MEMORY:
+        for name in ("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"):
+            _check(values[name] == "", f"{name} needs --store etcd://HOST:PORT")
+        return None
+    shape = "store must be memory or etcd://HOST:PORT,HOST:PORT"
+    _check(store.startswith(_ETCD_SCHEME), shape)
+    endpoints = tuple(store.removeprefix(_ETCD_SCHEME).split(","))
+    _check(all(map(_is_address, endpoints)), shape)
+    files = {name: str(values[f"etcd-{name}"]) for name in ("ca", "cert", "key")}
+    for name, file in files.items():
+        if file:
+            text = _read(f"etcd-{name}", file)
+            _check(b"-----BEGIN " in text, f"etcd-{name} {file}: is no PEM file")
+    _check((files["cert"] == "") == (files["key"] == ""), "etcd-cert and etcd-key go together")
+    _check(
+        files["cert"] == "" or files["ca"] != "",
+        "etcd-cert needs --etcd-ca, the certificates to check etcd's against",
+    )
+    user = str(values["etcd-user"])
+    _check(":" not in user, f"etcd-user must be a name alone; the password {_PASSWORD_PLACE}")
+    password = environ.get(_PASSWORD_VARIABLE, "")
+    if values["etcd-password-file"]:
+        secret = _read("etcd-password-file", str(values["etcd-password-file"]))
+        password = secret.decode(errors="replace").rstrip("\r\n")
+    _check(user == "" or password != "", f"etcd-user needs a password, which {_PASSWORD_PLACE}")
+    prefix = str(values["etcd-prefix"])
+    _check(prefix != "", "etcd-prefix must not be empty, e.g. kvturn/")
+    paths = {f"{name}_file": Path(file) if file else None for name, file in files.items()}
+    return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
+
+
+def _secret(file: str) -> bytes:
+    if not file:
+        return b""
+    secret = _read("secret-file", file).strip()
+    _check(
+        len(secret) >= _SECRET_BYTES_MIN,
+        f"secret-file {file}: must hold at least {_SECRET_BYTES_MIN} bytes, "
+        "e.g. of openssl rand -hex 32",
+    )
+    return secret
+
+
+def _advertised(address: str) -> str:
+    _check(address == "" or _is_address(address), "advertise must be HOST:PORT")
+    return address
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return host != "" and "/" not in host and port.isdecimal() and 0 < int(port) < 65_536
+
+
+def _read(name: str, file: str) -> bytes:
+    try:
+        return Path(file).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name} {file}: cannot be read: {error.strerror}") from None
 
 
 def _check(holds: bool, problem: str) -> None:

@@ -83,6 +83,8 @@ class Election:
         self._look_s = ttl_s / 3
         self._changed = asyncio.Event()
         self._leader: str | None = None
+        self._lease_id = 0
+        """The newest etcd lease of ours."""
 
     async def run(self) -> None:
         """Leads whenever it can, until cancelled; then it resigns, for another to lead at once."""
@@ -104,6 +106,10 @@ class Election:
             self._changed.clear()
             try:
                 kv, _ = await self._client.get(self._key, self._look_s)
+                if kv is not None and kv.lease == self._lease_id:
+                    # Of a term of ours that ended while etcd was away: it need not run out.
+                    await self._client.revoke(kv.lease, self._look_s)
+                    kv = None
                 term = await self._campaign() if kv is None else None
             except EtcdError as error:
                 self._lose_sight(error)
@@ -139,7 +145,7 @@ class Election:
 
     async def _campaign(self) -> _Term | None:
         """Creates the leader key if there is none; None if another did. Raises EtcdError."""
-        lease_id = secrets.randbits(62) + 1
+        lease_id = self._lease_id = secrets.randbits(62) + 1
         sent_ns = self._clock_ns()
         granted_s = await self._client.grant(lease_id, self._ttl_s, self._look_s)
         try:

@@ -1,0 +1,382 @@
+"""One lease service leads, others stand by: elected in real etcd, as real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import signal
+import time
+from typing import TYPE_CHECKING
+
+import grpc
+import pytest
+from etcd_server import EtcdServer, until
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+from lease_rig import LeaseProcess
+from test_lease_service import RawEngine
+
+from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_lease.config import ConfigError, parse_config
+from kvturn_lease.leadership import Leadership
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from pathlib import Path
+
+S = 1_000_000_000
+LEADERSHIP_S = 2
+SLACK_S = 2.5
+"""etcd looks for ended leases twice a second; two busy cores do the rest."""
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class Candidate(LeaseProcess):
+    """A lease service that stands for election."""
+
+    def __init__(self, folder: Path, etcd: EtcdServer, name: str, *flags: str) -> None:
+        secret = folder / "secret"
+        secret.write_text("0123456789abcdef")
+        super().__init__(
+            folder,
+            f"--store=etcd://{etcd.endpoint}",
+            f"--secret-file={secret}",
+            f"--leadership={LEADERSHIP_S}",
+            *flags,
+            name=name,
+        )
+
+    async def stop(self) -> int:
+        """Ends it in order; returns its exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        code = await asyncio.to_thread(self._process.wait, 10)
+        self._process = None
+        return code
+
+    async def refusal(self) -> tuple[str, str]:
+        """Returns with which reason it refuses, and which leader it names."""
+        with pytest.raises(grpc.RpcError) as raised:
+            await self.call("ListEngines", lease_pb2.ListEnginesRequest(), 10)
+        assert raised.value.code() == grpc.StatusCode.UNAVAILABLE
+        status = rpc_status.from_call(raised.value)
+        info = error_details_pb2.ErrorInfo()
+        assert status is not None, raised.value.details()
+        assert status.details[0].Unpack(info)
+        return info.reason, info.metadata.get("leader", "")
+
+    async def health(self, service: str) -> int:
+        """Returns what its health check says."""
+
+        def ask() -> int:
+            with grpc.insecure_channel(self.endpoint) as channel:
+                request = health_pb2.HealthCheckRequest(service=service)
+                return health_pb2_grpc.HealthStub(channel).Check(request, timeout=5).status
+
+        return await asyncio.to_thread(ask)
+
+    @contextlib.asynccontextmanager
+    async def engine(self, name: str, incarnation: str, number: int) -> AsyncIterator[RawEngine]:
+        """An engine's session on it."""
+        async with grpc.aio.insecure_channel(self.endpoint) as channel:
+            engine = RawEngine(lease_pb2_grpc.LeaseServiceStub(channel), name, number)
+            description = engine.description()
+            description.incarnation = incarnation
+            await engine.send(register=lease_pb2.RegisterEngine(engine=description))
+            yield engine
+
+    def lines(self, text: str) -> int:
+        """Returns how many lines of its log hold the text."""
+        return sum(text in line for line in self.log.read_text().splitlines())
+
+
+@contextlib.asynccontextmanager
+async def two_services(
+    folder: Path, etcd: EtcdServer, *flags: str
+) -> AsyncIterator[tuple[Candidate, Candidate]]:
+    """A leader and a standby that knows it."""
+    first = Candidate(folder, etcd, "a", *flags)
+    second = Candidate(folder, etcd, "b", *flags)
+    async with first:
+        await until(first.leads)
+        async with second:
+            await until(lambda: knows(second, first))
+            yield first, second
+
+
+async def knows(standby: Candidate, leader: Candidate) -> bool:
+    return await standby.refusal() == ("NOT_LEADER", leader.endpoint)
+
+
+# ---- one leads -------------------------------------------------------------------------------
+
+
+async def test_a_leader_that_stops_hands_over_at_once(tmp_path: Path) -> None:
+    """The standby refuses and names the leader; when that is told to stop, it leads."""
+    async with EtcdServer(tmp_path) as etcd, two_services(tmp_path, etcd) as (first, second):
+        assert await first.health("kvturn.v1.LeaseService") == SERVING
+        assert await second.health("kvturn.v1.LeaseService") == NOT_SERVING
+        assert await second.health("") == SERVING
+        with pytest.raises(grpc.RpcError):
+            async with second.engine("d1", "i1", 1) as engine:
+                await engine.read()
+        began_s = time.monotonic()
+        assert await first.stop() == 0
+        await until(second.leads)
+        assert time.monotonic() - began_s < 1.5
+        assert await second.health("kvturn.v1.LeaseService") == SERVING
+        assert await second.stop() == 0
+        assert await etcd.ctl("get", "", "--prefix") == ""
+        assert "found 0 leases" in await etcd.ctl("lease", "list")
+
+
+async def test_a_leader_that_is_killed_is_replaced_and_its_fences_hold(tmp_path: Path) -> None:
+    """Killed with -9: the standby leads when the leadership has run out, knows who is fenced and
+    what became of a conversation, and takes no engine for alive that it has not heard."""
+    async with EtcdServer(tmp_path) as etcd, two_services(tmp_path, etcd) as (first, second):
+        async with first.engine("d1", "old", 1) as engine:
+            await engine.read()
+            async with first.engine("d1", "new", 1) as newer:
+                await newer.read()
+                await newer.beat()
+                retention = newer.retention(1)
+                retention.lease_id = "new.1.1"
+                await newer.send(grant=lease_pb2.Grant(retention=retention))
+                await newer.beat()
+
+                async def recorded() -> bool:
+                    return len((await etcd.ctl("get", "", "--prefix")).splitlines()) == 6
+
+                await until(recorded)
+                began_s = time.monotonic()
+                first.kill()
+                await until(second.leads)
+                assert time.monotonic() - began_s < LEADERSHIP_S + SLACK_S
+        assert await second.engines() == []
+        key = common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c")
+        request = lease_pb2.ResolveConversationRequest(conversation=key)
+
+        async def recalled() -> bool:
+            answer = await second.call("ResolveConversation", request)
+            return (answer.engine_id, answer.verdict) == ("d1", common_pb2.VERDICT_ENGINE_LOST)
+
+        await until(recalled)
+        async with second.engine("d1", "old", 2) as stale:
+            code, info = await stale.error()
+            assert (code, info.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "SESSION_FENCED")
+        async with second.engine("d1", "new", 2) as back:
+            assert (await back.read()).HasField("registered")
+
+
+async def test_a_leader_that_was_frozen_never_answers_again_as_leader(tmp_path: Path) -> None:
+    """Questions and heartbeats that reached it while it was frozen, and all that come after it
+    was resumed, are refused; the engines' sessions on it end."""
+    async with EtcdServer(tmp_path) as etcd, two_services(tmp_path, etcd) as (first, second):
+        async with first.engine("d1", "i1", 1) as engine:
+            await engine.read()
+            await engine.beat()
+            first.freeze()
+            heartbeat = lease_pb2.Heartbeat(
+                echo_term=engine.last.term, echo_sequence=engine.last.sequence
+            )
+            await engine.send(heartbeat=heartbeat)
+            waiting = [asyncio.create_task(first.refusal()) for _ in range(4)]
+            began_s = time.monotonic()
+            await until(second.leads)
+            assert time.monotonic() - began_s < LEADERSHIP_S + SLACK_S
+            first.resume()
+            assert {reason for reason, _ in await asyncio.gather(*waiting)} == {"NOT_LEADER"}
+            code, info = await engine.error()
+            assert (code, info.reason) == (grpc.StatusCode.UNAVAILABLE, "NOT_LEADER")
+        await until(lambda: knows(first, second))
+        assert first.lines("no longer leading") == 1
+
+
+# ---- etcd fails ------------------------------------------------------------------------------
+
+
+async def test_a_frozen_etcd_silences_the_leader_in_time(tmp_path: Path) -> None:
+    """Before etcd could elect another the leader stops speaking; both say that etcd is away; when
+    it is back one leads within seconds. Each change is one line."""
+    async with EtcdServer(tmp_path) as etcd, two_services(tmp_path, etcd) as (first, second):
+        began_s = time.monotonic()
+        etcd.freeze()
+        await until(lambda: not_leading(first))
+        assert time.monotonic() - began_s < LEADERSHIP_S + 0.5
+        for each in (first, second):
+            await until(lambda each=each: says_store_unavailable(each))
+        etcd.resume()
+        began_s = time.monotonic()
+        await until(lambda: either_leads(first, second))
+        assert time.monotonic() - began_s < 3
+        for each in (first, second):
+            assert each.lines("etcd does not") == 1
+            assert "Traceback" not in each.log.read_text()
+
+
+async def test_short_outages_of_etcd_do_not_unseat_the_leader(tmp_path: Path) -> None:
+    """etcd is killed and started again several times; the leader leads on. A wiped etcd, or a
+    leader key that somebody deleted, ends the term, and somebody is elected again."""
+    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as only:
+        await until(only.leads)
+        for _ in range(3):
+            etcd.kill()
+            await etcd.start()
+            await until(lambda: renewed(etcd))
+        assert only.lines("no longer leading") == 0
+        etcd.kill()
+        etcd.wipe()
+        await etcd.start()
+        await until(lambda: only.lines("INFO kvturn.lease: leading") == 2)
+        await etcd.ctl("del", "kvturn/leader")
+        await until(lambda: only.lines("INFO kvturn.lease: leading") == 3)
+        await until(only.leads)
+
+
+async def test_an_etcd_without_space_leaves_the_leader_in_office(tmp_path: Path) -> None:
+    """Keepalives work, so it leads on, far past the leadership TTL; it says once what is wrong."""
+    quota = ("--quota-backend-bytes", str(1024 * 1024))
+    async with EtcdServer(tmp_path, *quota) as etcd, Candidate(tmp_path, etcd, "a") as leader:
+        await until(leader.leads)
+        for number in range(12):
+            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 5)
+        async with leader.engine("d1", "i1", 1) as engine:
+            await engine.read()
+            ends_s = time.monotonic() + LEADERSHIP_S + 1
+            while time.monotonic() < ends_s:
+                await engine.beat()
+                await asyncio.sleep(0.1)
+            assert await leader.leads()
+        assert leader.lines("out of space") == 1
+        assert leader.lines("no longer leading") == 0
+
+
+async def not_leading(service: Candidate) -> bool:
+    return await service.leads() is False
+
+
+async def either_leads(first: Candidate, second: Candidate) -> bool:
+    return bool(await first.leads() or await second.leads())
+
+
+async def says_store_unavailable(service: Candidate) -> bool:
+    return await service.refusal() == ("STORE_UNAVAILABLE", "")
+
+
+async def renewed(etcd: EtcdServer) -> bool:
+    """Tells whether etcd got a keepalive since it started."""
+    metrics = (await etcd.get("/metrics")).decode()
+    name = "etcd_debugging_lease_renewed_total "
+    return any(line.startswith(name) and line != f"{name}0" for line in metrics.splitlines())
+
+
+# ---- what etcd keeps -------------------------------------------------------------------------
+
+
+async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
+    """Engines with retentions come, heartbeat and go: but for the leader's, keys and etcd leases
+    are none in the end. Heartbeats in between add no revision."""
+    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as leader:
+        await until(leader.leads)
+        async with contextlib.AsyncExitStack() as stack:
+            engines = []
+            for number in range(5):
+                name = f"d{number}"
+                engine = await stack.enter_async_context(leader.engine(name, f"inc-{name}", 1))
+                await engine.read()
+                await engine.beat()
+                retention = engine.retention(1)
+                retention.conversation.conversation_id = f"c{number}"
+                await engine.send(grant=lease_pb2.Grant(retention=retention))
+                engines.append(engine)
+            keys = ("get", "kvturn/", "--prefix", "--keys-only")
+
+            async def all_recorded() -> bool:
+                for engine in engines:
+                    await engine.beat()
+                return len((await etcd.ctl(*keys)).split()) == 11
+
+            await until(all_recorded)
+            before = await etcd.ctl("get", "none", "--write-out", "fields")
+            for _ in range(20):
+                for engine in engines:
+                    await engine.beat()
+            after = await etcd.ctl("get", "none", "--write-out", "fields")
+            assert revision_of(after) == revision_of(before)
+
+        async def only_the_leader_is_left() -> bool:
+            leases = await etcd.ctl("lease", "list")
+            found = (await etcd.ctl(*keys)).split()
+            return found == ["kvturn/leader"] and "found 1 leases" in leases
+
+        await until(only_the_leader_is_left, 15)
+
+
+def revision_of(fields: str) -> str:
+    return next(line for line in fields.splitlines() if "Revision" in line)
+
+
+# ---- the core of it, and its settings --------------------------------------------------------
+
+
+def test_trust_counts_from_when_the_keepalive_was_sent() -> None:
+    """3 s granted are trusted for 3 s / K from the sending, and renewed after a third of that."""
+    leadership = Leadership()
+    assert not leadership.leads(1)
+    leadership.acknowledge(10 * S, 3)
+    assert leadership.until_ns == 10 * S + int(3 * S * 0.99 / 1.01)
+    assert leadership.leads(leadership.until_ns - 1)
+    assert not leadership.leads(leadership.until_ns)
+    assert leadership.renew_ns == 10 * S + int(3 * S * 0.99 / 1.01) // 3
+    until_ns = leadership.until_ns
+    leadership.acknowledge(9 * S, 3)  # an answer that came late shortens nothing
+    assert leadership.until_ns == until_ns
+    leadership.acknowledge(11 * S, 3)
+    assert leadership.until_ns == until_ns + S
+
+
+def test_wrong_settings_of_etcd_are_refused_by_name(tmp_path: Path) -> None:
+    """Each names the flag and the fix, and no password is ever part of the message."""
+    nowhere = str(tmp_path / "nowhere")
+    text = tmp_path / "text"
+    text.write_text("short")
+    etcd = "--store=etcd://h:1"
+    for argv, words in (
+        (["--store=redis://h:1"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=etcd://h"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=etcd://h:1,"], "store must be memory or etcd://HOST:PORT"),
+        ([f"--etcd-ca={text}"], "etcd-ca needs --store etcd"),
+        ([etcd, f"--etcd-ca={nowhere}"], "etcd-ca .*nowhere: cannot be read"),
+        ([etcd, f"--etcd-ca={text}"], "is no PEM file"),
+        ([etcd, "--etcd-user=u"], "etcd-user needs a password, which comes by --etcd-pass"),
+        ([etcd, "--etcd-user=u:word"], "etcd-user must be a name alone"),
+        ([etcd, f"--secret-file={text}"], "at least 16 bytes"),
+        ([etcd, "--host=0.0.0.0"], "advertise must be given, HOST:PORT"),
+        ([etcd, "--advertise=h"], "advertise must be HOST:PORT"),
+        ([etcd, "--leadership=1"], "leadership must be 2 to 60 whole seconds"),
+        ([etcd, "--leadership=2.5"], "leadership must be 2 to 60 whole seconds"),
+    ):
+        with pytest.raises(ConfigError, match=words) as refused:
+            parse_config(argv, {})
+        assert "word" not in str(refused.value).replace("password", "")
+
+
+def test_secrets_come_from_files_or_the_environment_and_are_not_shown(tmp_path: Path) -> None:
+    """Neither a password nor the cluster secret is in what a settings object prints."""
+    password, secret = tmp_path / "password", tmp_path / "secret"
+    password.write_text("from-file\n")
+    secret.write_text(secrets.token_hex(16))
+    argv = ["--store=etcd://a:1,b:2", "--etcd-user=u", f"--secret-file={secret}"]
+    environ = {"KVTURN_LEASE_ETCD_PASSWORD": "from-environ"}
+    config = parse_config(argv, environ)
+    assert config.etcd is not None
+    assert config.etcd.endpoints == ("a:1", "b:2")
+    assert config.etcd.password == "from-environ"
+    config = parse_config([*argv, f"--etcd-password-file={password}"], environ)
+    assert config.etcd is not None
+    assert config.etcd.password == "from-file"
+    assert "from-" not in repr(config)
+    assert secret.read_text() not in repr(config)
