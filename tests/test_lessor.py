@@ -1079,6 +1079,22 @@ def test_a_lease_shows_its_state(bench: Bench, decode: Decode) -> None:
     assert (view.state, view.end_reason) == (LeaseState.ENDING, ReleaseReason.ENDED)
 
 
+def test_an_overdue_read_shows_until_it_is_said_to_be_over(bench: Bench, decode: Decode) -> None:
+    """Its blocks are free, but the reader's transfer may still stand still: the router must see."""
+    lease_id = decode.grant(1)
+    bench.begin(lease_id)
+    bench.wait(READER_BOUND, decode)
+    assert decode.releases() == [(1, ReleaseReason.READ_FAILED)]
+    bench.wait(S, decode)
+    view = bench.lessor.get_lease(lease_id, bench.now)
+    assert view.lease_id == lease_id
+    assert view.state == LeaseState.ENDING
+    assert view.reading_for_ns == READER_BOUND + S
+    bench.lessor.end_read(lease_id, ReadOutcome.TOO_LONG, bench.now)
+    with pytest.raises(LeaseNotFound):
+        bench.lessor.get_lease(lease_id, bench.now)
+
+
 def test_engines_show_their_memory_and_their_leases(bench: Bench, decode: Decode) -> None:
     bench.begin(decode.grant(1, "a"), "a")
     decode.grant(2, "b")

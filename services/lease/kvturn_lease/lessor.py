@@ -51,7 +51,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvturn_lease.config import Policy
@@ -107,6 +107,9 @@ if TYPE_CHECKING:
     from kvturn_lease.config import LessorConfig
 
 
+OVERDUE_READS_MAX = 10_000
+"""Reads past their bound that nobody has said to be over; the oldest are forgotten."""
+
 _ENDS_OF_TIME = (ReleaseReason.IDLE, ReleaseReason.EXPIRED)
 
 
@@ -149,6 +152,8 @@ class Lessor:
         self._recorded = Snapshot().conversations
         """What earlier terms recorded; asked when a conversation is new to this one."""
         self._deadlines: DeadlineQueue[Engine | Lease] = DeadlineQueue()
+        self._overdue: dict[LeaseId, tuple[LeaseView, int]] = {}
+        """Reads that ended by their bound and not by EndRead, with when they began."""
         self._lease_count = 0
         self._tenants = Tenants()
         self._effects: list[Effect] = []
@@ -405,6 +410,7 @@ class Lessor:
         registered again since.
         """
         self._advance(now_ns)
+        self._overdue.pop(lease_id, None)
         lease = self._find(lease_id)
         if lease is None or not lease.read_open:
             return
@@ -521,7 +527,16 @@ class Lessor:
     # ---- operators -----------------------------------------------------------------------
 
     def get_lease(self, lease_id: LeaseId, now_ns: int) -> LeaseView:
-        """Returns a lease of a live session. Raises LeaseNotFound."""
+        """Returns a lease of a live session, or one whose read is overdue. Raises LeaseNotFound.
+
+        A read past its bound keeps no blocks, but whoever waits for it, and cannot tell a stuck
+        read from one that is over, learns here that no EndRead has come.
+        """
+        self._advance(now_ns)
+        overdue = self._overdue.get(lease_id)
+        if overdue is not None:
+            view, read_ns = overdue
+            return replace(view, reading_for_ns=now_ns - read_ns)
         return self._view(self._current(lease_id, now_ns), now_ns)
 
     def revoke(self, lease_id: LeaseId, now_ns: int) -> None:
@@ -895,6 +910,7 @@ class Lessor:
         if lease.read_open and now_ns >= lease.read_ns + self._reader_bound_ns:
             lease.read_open = False
             self._end(lease, ReleaseReason.READ_FAILED)
+            self._note_overdue(lease, now_ns)
         if not lease.ended and not lease.read_open:
             if now_ns >= lease.granted_ns + self._hold_ns:
                 self._end(lease, ReleaseReason.EXPIRED)
@@ -908,6 +924,13 @@ class Lessor:
             return False
         self._arm_lease(lease)
         return True
+
+    def _note_overdue(self, lease: Lease, now_ns: int) -> None:
+        view = self._view(lease, now_ns)
+        lease_id = view.lease_id._replace(session_number=lease.read_session_number)
+        self._overdue[lease_id] = (replace(view, lease_id=lease_id), lease.read_ns)
+        if len(self._overdue) > OVERDUE_READS_MAX:
+            del self._overdue[next(iter(self._overdue))]
 
     def _lease_deadline_ns(self, lease: Lease) -> int:
         """Returns when _settle() has something to do next."""
