@@ -1,10 +1,11 @@
-"""Finds an etcd to run, and runs one: its command line, and whether it is ready.
+"""Finds an etcd to run, and tells how: its command line, and whether it is ready.
 
 etcd is for `kvturn up --store etcd` and the tests; a deployment brings its own cluster.
 """
 
 import json
 import os
+import secrets
 import shutil
 import subprocess
 import urllib.error
@@ -14,11 +15,37 @@ from pathlib import Path
 from kvturn_cli.checkout import checkout
 from kvturn_cli.ports import HOST
 
+MEMORY = "memory"
+START_ETCD = "etcd"
+SCHEME = "etcd://"
 VARIABLE = "KVTURN_ETCD"
 PROBE_TIMEOUT_S = 2.0
 
 # Loopback is never to be asked for through a proxy.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+
+def problem_of(store: str) -> str:
+    """Returns what is wrong with a --store, "" if nothing is."""
+    if store == MEMORY or store.startswith(SCHEME):
+        return ""
+    if store != START_ETCD:
+        return f"--store {store}: give memory, etcd, or etcd://HOST:PORT,HOST:PORT"
+    binary = find_etcd()
+    if binary is None:
+        return f"--store etcd: no etcd found; put one on PATH, set {VARIABLE}, or run make setup"
+    if version_of(binary) == (0,):
+        return f"--store etcd: {binary} is no etcd; set {VARIABLE} to one, or unset it"
+    return ""
+
+
+def secret_file(folder: Path) -> Path:
+    """Returns the file of a cluster secret in a folder; makes it if it is missing."""
+    file = folder / "cluster-secret"
+    if not file.exists():
+        file.touch(mode=0o600)
+        file.write_text(secrets.token_hex(32))
+    return file
 
 
 def find_etcd() -> Path | None:

@@ -12,6 +12,7 @@ process that holds the Stack, however that ends.
 import contextlib
 import json
 import os
+import shutil
 import sys
 import time
 import urllib.error
@@ -25,6 +26,7 @@ from typing import Self
 import grpc
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_cli import etcd
 from kvturn_cli.console import Progress, Silent
 from kvturn_cli.engine import (
     Connector,
@@ -77,6 +79,8 @@ class StackConfig:
     """Whether to start the router."""
     lease: bool = True
     """Whether to start the lease service."""
+    store: str = etcd.MEMORY
+    """Where the lease service keeps records: memory, etcd (starts one), or etcd://H:P,H:P."""
     traces: bool = True
     """Whether to start the OTLP receiver and let every process export to it."""
     router_port: int = 0
@@ -135,6 +139,8 @@ class Stack:
         self.grpc_port = choose(config.grpc_port)
         self.lease_port = choose(config.lease_port)
         self.otlp_port = choose(config.otlp_port)
+        starts_etcd = config.lease and config.store == etcd.START_ETCD
+        self._etcd_ports = (choose(0), choose(0)) if starts_etcd else None
         self.router_url = f"http://{HOST}:{self.router_port}"
         self.router_grpc = f"{HOST}:{self.grpc_port}"
         self.lease_address = f"{HOST}:{self.lease_port}"
@@ -203,9 +209,12 @@ class Stack:
             raise
 
     def stop(self) -> None:
-        """Stops everything, within seconds; the OTLP receiver last, to get the last spans."""
-        last = [process for process in self._processes if process.name == "otlp"]
-        rest = [process for process in self._processes if process.name != "otlp"]
+        """Stops everything, within seconds.
+
+        Last the OTLP receiver, to get the last spans, and etcd, for the leader to resign.
+        """
+        last = [process for process in self._processes if process.name in ("otlp", "etcd")]
+        rest = [process for process in self._processes if process not in last]
         for group in (rest, last):
             for process in reversed(group):
                 process.terminate()
@@ -226,14 +235,16 @@ class Stack:
         self.stop()
 
     def _start_services(self) -> list[_Waiting]:
-        """Starts the OTLP receiver and the lease service, where they are wanted."""
+        """Starts the OTLP receiver, etcd and the lease service, where they are wanted."""
         started = []
         if self.config.traces:
             args = ["--port", str(self.otlp_port), "--file", str(self.trace_file)]
             started.append(self._start_ours("otlp", args, self.otlp_port))
         if self.config.lease:
+            if self._etcd_ports is not None:
+                started.append(self._start_etcd(*self._etcd_ports))
             args = ["--host", HOST, "--port", str(self.lease_port), *self._otlp_args()]
-            args += self.config.lease_args
+            args += [*self._store_args(), *self.config.lease_args]
             started.append(self._start_ours("lease", args, self.lease_port))
         return started
 
@@ -250,6 +261,29 @@ class Stack:
         return _Waiting(
             waiting.process, lambda: http_ok(f"{self.router_url}/ready"), self.router_url
         )
+
+    @property
+    def store(self) -> str:
+        """Where the lease service keeps records, as its --store says it."""
+        if self._etcd_ports is None:
+            return self.config.store
+        return f"{etcd.SCHEME}{HOST}:{self._etcd_ports[0]}"
+
+    def _store_args(self) -> list[str]:
+        if self.store == etcd.MEMORY:
+            return []
+        secret = etcd.secret_file(self.config.run_dir)
+        return ["--store", self.store, "--secret-file", str(secret)]
+
+    def _start_etcd(self, client_port: int, peer_port: int) -> _Waiting:
+        binary = etcd.find_etcd()
+        assert binary is not None
+        data_dir = self.config.run_dir / "etcd"
+        # What a run before recorded is of no use: none of its engines lives.
+        shutil.rmtree(data_dir, ignore_errors=True)
+        command = etcd.etcd_command(binary, data_dir, client_port, peer_port)
+        process = self._start_process("etcd", command, process_environment())
+        return _Waiting(process, lambda: etcd.is_healthy(client_port), f"{HOST}:{client_port}")
 
     def _otlp_args(self) -> list[str]:
         return ["--otlp-endpoint", self.otlp_endpoint] if self.otlp_endpoint else []
@@ -344,6 +378,9 @@ def check(config: StackConfig) -> None:
                 f"--vllm-python {python}: no Python there;"
                 " give the interpreter of a vLLM environment, or run make setup"
             )
+    problem = etcd.problem_of(config.store)
+    if problem:
+        raise ConfigError(problem)
     flags = {"--router-port": config.router_port, "--grpc-port": config.grpc_port}
     flags |= {"--lease-port": config.lease_port, "--otlp-port": config.otlp_port}
     flags |= {f"--{engine.role}-port": engine.port for engine in config.engines if engine.port}

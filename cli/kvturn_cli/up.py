@@ -13,6 +13,7 @@ from kvturn_cli.arguments import Parser, port, positive, seconds
 from kvturn_cli.checkout import default_model, default_run_dir, default_vllm_python
 from kvturn_cli.console import ConsoleProgress, make_console
 from kvturn_cli.engine import EngineConfig
+from kvturn_cli.etcd import MEMORY
 from kvturn_cli.interrupts import Interrupted, interruptible
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import AlreadyUpError, RunState
@@ -56,6 +57,12 @@ def up_parser() -> Parser:
     add("--lease-port", type=port, default=7600, help="lease service's gRPC port")
     add("--prefill-port", type=port, default=8100, help="prefill engine's HTTP port")
     add("--decode-port", type=port, default=8200, help="decode engine's HTTP port")
+    add(
+        "--store",
+        default=MEMORY,
+        help="where leases are recorded: memory, etcd (starts the one on PATH, or of make setup),"
+        " or etcd://HOST:PORT,HOST:PORT",
+    )
     add("--kv-cache-gib", type=positive, default=1, help="KV memory of each engine, GiB")
     add(
         "--max-model-len",
@@ -123,6 +130,7 @@ def stack_config(args: argparse.Namespace) -> StackConfig:
         lease_port=args.lease_port,
         router_args=tuple(args.router_arg),
         lease_args=tuple(args.lease_arg),
+        store=args.store,
         kv_cache_gib=args.kv_cache_gib,
         max_model_len=args.max_model_len,
         threads=args.threads,
@@ -167,6 +175,8 @@ def announce(progress: ConsoleProgress, stack: Stack) -> None:
     """Tells where everything is."""
     progress.done(f"kvturn is up. OpenAI API: {stack.router_url}/v1, gRPC: {stack.router_grpc}")
     progress.done(f"model: {stack.served_model_name}; leases: {stack.lease_address}")
+    if stack.store != MEMORY:
+        progress.done(f"records: {stack.store}")
     progress.done(f"traces: {stack.trace_file}; logs: {stack.config.run_dir}")
     progress.done("Talk to it with kvturn chat; stop it with kvturn down, or Ctrl-C here.")
 
