@@ -82,12 +82,24 @@ def test_a_client_that_stopped_its_heartbeats_has_the_idle_time_again() -> None:
 # ---- policies --------------------------------------------------------------------------------
 
 
-def test_under_pressure_policy_idle_conversations_are_kept_and_marked() -> None:
+def test_under_pressure_policy_silence_alone_says_nothing() -> None:
+    """Most who come back do so after the idle time; engines learn when."""
+    bench = ruled_by(Policy.PRESSURE)
+    decode = Decode(bench).up()
+    decode.grant(1)
+    bench.wait(400 * S, decode)
+    assert outlook_of(decode, 1) == Outlook.NORMAL
+    assert decode.releases() == []
+
+
+def test_under_pressure_policy_those_who_are_not_back_are_kept_and_marked() -> None:
+    """Its client said that it would be back within a minute; it comes later all the same."""
     bench = ruled_by(Policy.PRESSURE)
     decode = Decode(bench).up()
     lease_id = decode.grant(1)
+    bench.lessor.keep_alive(key(), 60 * S, bench.now)
     bench.wait(60 * S - 1, decode)
-    assert outlook_of(decode, 1) == Outlook.NORMAL
+    assert outlook_of(decode, 1) == Outlook.EXPECTED
     bench.wait(1, decode)
     assert outlook_of(decode, 1) == Outlook.IDLE
     bench.wait(100 * S, decode)

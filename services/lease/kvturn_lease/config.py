@@ -59,7 +59,8 @@ class Policy(StrEnum):
     IDLE = "idle"
     """No sign of life for the idle time, or past what the client said."""
     PRESSURE = "pressure"
-    """Only that its engine needs memory, the idle ones first; or the longest hold."""
+    """Only that its engine needs memory, first those whose client is not back as it said; or the
+    longest hold."""
     FIXED_TTL = "fixed-ttl"
     """A fixed time from its grant, whatever its conversation does; for comparison."""
 

@@ -41,7 +41,7 @@ class Outlook(IntEnum):
     EXPECTED = 2
     """A turn is in flight, or the client said that it will be back."""
     IDLE = 3
-    """Silent for the idle time, and kept all the same."""
+    """Not back within what its client said, and kept all the same."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1034,8 +1034,15 @@ class Lessor:
         return min(conversation.absence_ns or self.config.idle_ns, self.config.idle_ns)
 
     def _idle_from_ns(self, conversation: Conversation) -> int:
-        """Returns when the conversation becomes idle, as things are."""
-        if conversation.turns_in_flight > 0 or self.config.policy == Policy.FIXED_TTL:
+        """Returns when the conversation becomes idle, as things are.
+
+        Where only pressure frees, silence says little: people are back a minute or two later as
+        often as not, and engines learn how often. A client that broke its word says a lot.
+        """
+        policy = self.config.policy
+        if conversation.turns_in_flight > 0 or policy == Policy.FIXED_TTL:
+            return NEVER_NS
+        if policy == Policy.PRESSURE and conversation.absence_ns == 0:
             return NEVER_NS
         return conversation.alive_until_ns
 
