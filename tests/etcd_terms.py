@@ -23,7 +23,7 @@ T = 5.0
 
 
 class EtcdTerms:
-    """Begins one term after the other; the leader key is put by hand, on no lease."""
+    """Begins one term after the other; the leader key is put by hand."""
 
     def __init__(
         self,
@@ -104,10 +104,12 @@ class EtcdTerms:
     async def _lead(self) -> Fence:
         key = self.keys.leader
         value = secrets.token_hex(4).encode()
-        await self.client.transact([], [put(key, value, 0)], timeout_s=T, safe=True)
+        lease_id = secrets.randbits(62) + 1
+        await self.client.grant(lease_id, 3_600, T)
+        await self.client.transact([], [put(key, value, lease_id)], timeout_s=T, safe=True)
         kv, _ = await self.client.get(key, T)
         assert kv is not None
-        return Fence(key, kv.create_revision)
+        return Fence(key, kv.create_revision, lease_id)
 
     def _count_fenced(self) -> None:
         self.fenced += 1

@@ -53,7 +53,6 @@ class Office(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Term:
     fence: Fence
-    lease_id: int
     leadership: Leadership = field(default_factory=Leadership)
 
 
@@ -113,7 +112,9 @@ class Election:
                 term = await self._campaign() if kv is None else None
             except EtcdError as error:
                 self._lose_sight(error)
-                await asyncio.sleep(_RETRY_S)
+                # What etcd refuses is asked for less often: a login is work for it.
+                transient = isinstance(error, EtcdUnavailable)
+                await asyncio.sleep(_RETRY_S if transient else self._look_s)
                 continue
             self._outages.end("etcd", "etcd answers again")
             if term is not None:
@@ -166,7 +167,7 @@ class Election:
                 await self._resign(lease_id)
                 return None
             revision = kvs[0].create_revision
-        term = _Term(Fence(self._key, revision), lease_id)
+        term = _Term(Fence(self._key, revision, lease_id))
         term.leadership.acknowledge(sent_ns, granted_s)
         return term
 
@@ -179,7 +180,7 @@ class Election:
                 async with contextlib.aclosing(watch) as batches:
                     async for _ in batches:
                         self._changed.set()
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(self._look_s)
 
     # ---- leading -------------------------------------------------------------------------
 
@@ -196,7 +197,7 @@ class Election:
             await asyncio.gather(assuming, return_exceptions=True)
             await self._office.vacate()
             logger.warning("no longer leading: %s", reason)
-            await self._resign(term.lease_id)
+            await self._resign(term.fence.lease_id)
 
     async def _hold(self, term: _Term, assuming: asyncio.Task[None]) -> str:
         """Keeps the term alive for as long as etcd lets it; returns why it is over."""
@@ -211,7 +212,7 @@ class Election:
             if not leadership.leads(sent_ns):
                 return "etcd did not renew the leadership in time"
             try:
-                granted_s = await self._renew(term, sent_ns)
+                granted_s = await self._renew(term, leadership.until_ns - sent_ns)
             except LeaseGone:
                 return "the leadership's etcd lease has ended"
             except EtcdError as error:
@@ -223,13 +224,13 @@ class Election:
             if not self._office.extend(leadership.until_ns):
                 return "it was not renewed in time"
 
-    async def _renew(self, term: _Term, sent_ns: int) -> int:
+    async def _renew(self, term: _Term, left_ns: int) -> int:
         """Renews the lease and looks whether the key is still ours; returns seconds granted."""
-        left_ns = term.leadership.until_ns - sent_ns
-        timeout_s = min(left_ns, term.leadership.renew_timeout_ns) / _SECOND_NS
-        granted_s = await self._client.renew(term.lease_id, timeout_s)
-        kv, _ = await self._client.get(self._key, timeout_s)
-        if kv is None or kv.create_revision != term.fence.create_revision:
+        timeout_s, fence = left_ns / _SECOND_NS, term.fence
+        granted_s, (kv, _) = await asyncio.gather(
+            self._client.renew(fence.lease_id, timeout_s), self._client.get(fence.key, timeout_s)
+        )
+        if kv is None or (kv.create_revision, kv.lease) != (fence.create_revision, fence.lease_id):
             raise LeaseGone("the leader key is gone")
         return granted_s
 

@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvturn_lease.etcd.client import created_at, delete, prefix_end, put
+from kvturn_lease.etcd.client import created_at, delete, hangs_on, prefix_end, put
 from kvturn_lease.etcd.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseGone
 from kvturn_lease.etcd_records import (
     conversation_record,
@@ -56,6 +56,7 @@ _TIMEOUT_S = 2.0
 _PAUSE_S_MIN = 0.1
 _PAUSE_S_MAX = 1.0
 _RENEWALS_AT_ONCE = 64
+_PAGE_KEYS = 250  # some 3 ms of work; questions wait no longer for it
 _CLOSE_S = 0.5
 
 logger = logging.getLogger("kvturn.store")
@@ -63,10 +64,18 @@ logger = logging.getLogger("kvturn.store")
 
 @dataclass(frozen=True, slots=True)
 class Fence:
-    """What proves a term of leadership: the leader key, created at this revision."""
+    """What proves a term of leadership: the leader key, as it was created on this lease.
+
+    The lease's id is random, so that it is not mistaken either after etcd lost its data.
+    """
 
     key: bytes
     create_revision: int
+    lease_id: int
+
+    def conditions(self) -> list[etcd_pb2.Compare]:
+        """Returns what holds in etcd for as long as the term lasts."""
+        return [created_at(self.key, self.create_revision), hangs_on(self.key, self.lease_id)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +130,7 @@ class EtcdStore:
         """`on_fenced` is called once when etcd shows that the term is over."""
         self._client = client
         self._keys = keys
-        self._fence = created_at(fence.key, fence.create_revision)
+        self._fence = fence.conditions()
         self._leases = leases
         self._outages = outages
         self._on_fenced = on_fenced
@@ -225,6 +234,9 @@ class EtcdStore:
         """Lets a batch that was not applied wait again, but for what has changed since."""
         self._waiting = {**batch, **self._waiting}
 
+    def _sessions_in(self, batch: dict[bytes, _Entry]) -> dict[bytes, _Entry]:
+        return {key: batch[key] for key in batch if key.startswith(self._keys.sessions)}
+
     # ---- the writer ----------------------------------------------------------------------
 
     async def _write(self) -> None:
@@ -242,11 +254,13 @@ class EtcdStore:
             except LeaseGone:
                 self._put_back(batch)
                 await self._find_lost_leases({entry.engine_id for entry in batch.values()})
+                await asyncio.sleep(_PAUSE_S_MIN)
             except EtcdUnavailable:
                 self._put_back(batch)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
             except EtcdError as error:
+                self._put_back(self._sessions_in(batch))  # the rest is dropped
                 self._say_refused(error)
                 await asyncio.sleep(_PAUSE_S_MAX)
             else:
@@ -273,19 +287,18 @@ class EtcdStore:
         """Applies a batch; False if the term is over. Raises EtcdError."""
         attached: list[int] = []
         operations: list[etcd_pb2.RequestOp] = []
-        for key, entry in batch.items():
-            lease_id = 0
-            if entry.value is None:
-                operations.append(delete(key, prev_kv=True))
-            else:
-                lease_id = self._leases.room(entry.engine_id) or await self._grant(entry.engine_id)
-                operations.append(put(key, entry.value, lease_id, prev_kv=True))
-                self._leases.attach(lease_id)
-            attached.append(lease_id)
         try:
+            for key, entry in batch.items():
+                if entry.value is None:
+                    operations.append(delete(key, prev_kv=True))
+                    continue
+                lease_id = self._leases.room(entry.engine_id) or await self._grant(entry.engine_id)
+                self._leases.attach(lease_id)
+                attached.append(lease_id)
+                operations.append(put(key, entry.value, lease_id, prev_kv=True))
             # The same operations again change nothing more, so that it is safe to repeat.
             response = await self._client.transact(
-                [self._fence], operations, timeout_s=_TIMEOUT_S, safe=True
+                self._fence, operations, timeout_s=_TIMEOUT_S, safe=True
             )
         except EtcdError:
             for lease_id in attached:
@@ -370,8 +383,8 @@ class EtcdStore:
         ours, every = self._keys.conversations, self._keys.any_conversations
         # Nobody knows any more what was recorded under another secret.
         others = [delete(every, ours), delete(prefix_end(ours), prefix_end(every))]
-        await self._client.transact([self._fence], others, timeout_s=_TIMEOUT_S, safe=True)
-        pages = self._client.list_prefix(ours, _TIMEOUT_S)
+        await self._client.transact(self._fence, others, timeout_s=_TIMEOUT_S, safe=True)
+        pages = self._client.list_prefix(ours, _TIMEOUT_S, _PAGE_KEYS)
         async with contextlib.aclosing(pages):
             async for kvs, _ in pages:
                 for kv in kvs:

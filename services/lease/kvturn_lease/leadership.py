@@ -29,11 +29,6 @@ class Leadership:
         """When to send the next keepalive: two more may be lost before the term ends."""
         return self._sent_ns + self._trust_ns // 3
 
-    @property
-    def renew_timeout_ns(self) -> int:
-        """How long to wait for the answer to one."""
-        return self._trust_ns // 3
-
     def acknowledge(self, sent_ns: int, granted_s: int) -> None:
         """Notes that etcd granted so many seconds to a keepalive sent at `sent_ns`."""
         trust_ns = shrunk_ns(granted_s * _SECOND_NS)

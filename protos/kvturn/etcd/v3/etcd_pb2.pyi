@@ -137,7 +137,7 @@ class ResponseOp(_message.Message):
     def __init__(self, response_range: _Optional[_Union[RangeResponse, _Mapping]] = ..., response_put: _Optional[_Union[PutResponse, _Mapping]] = ..., response_delete_range: _Optional[_Union[DeleteRangeResponse, _Mapping]] = ...) -> None: ...
 
 class Compare(_message.Message):
-    __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision")
+    __slots__ = ("result", "target", "key", "version", "create_revision", "mod_revision", "lease")
     class CompareResult(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         COMPARE_RESULT_EQUAL: _ClassVar[Compare.CompareResult]
@@ -153,22 +153,26 @@ class Compare(_message.Message):
         COMPARE_TARGET_VERSION: _ClassVar[Compare.CompareTarget]
         COMPARE_TARGET_CREATE: _ClassVar[Compare.CompareTarget]
         COMPARE_TARGET_MOD: _ClassVar[Compare.CompareTarget]
+        COMPARE_TARGET_LEASE: _ClassVar[Compare.CompareTarget]
     COMPARE_TARGET_VERSION: Compare.CompareTarget
     COMPARE_TARGET_CREATE: Compare.CompareTarget
     COMPARE_TARGET_MOD: Compare.CompareTarget
+    COMPARE_TARGET_LEASE: Compare.CompareTarget
     RESULT_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     CREATE_REVISION_FIELD_NUMBER: _ClassVar[int]
     MOD_REVISION_FIELD_NUMBER: _ClassVar[int]
+    LEASE_FIELD_NUMBER: _ClassVar[int]
     result: Compare.CompareResult
     target: Compare.CompareTarget
     key: bytes
     version: int
     create_revision: int
     mod_revision: int
-    def __init__(self, result: _Optional[_Union[Compare.CompareResult, str]] = ..., target: _Optional[_Union[Compare.CompareTarget, str]] = ..., key: _Optional[bytes] = ..., version: _Optional[int] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ...) -> None: ...
+    lease: int
+    def __init__(self, result: _Optional[_Union[Compare.CompareResult, str]] = ..., target: _Optional[_Union[Compare.CompareTarget, str]] = ..., key: _Optional[bytes] = ..., version: _Optional[int] = ..., create_revision: _Optional[int] = ..., mod_revision: _Optional[int] = ..., lease: _Optional[int] = ...) -> None: ...
 
 class TxnRequest(_message.Message):
     __slots__ = ("compare", "success", "failure")

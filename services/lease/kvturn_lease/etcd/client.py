@@ -130,6 +130,16 @@ def created_at(key: bytes, revision: int) -> etcd_pb2.Compare:
     )
 
 
+def hangs_on(key: bytes, lease_id: int) -> etcd_pb2.Compare:
+    """Returns the condition that the key exists and is attached to this lease."""
+    return etcd_pb2.Compare(
+        result=etcd_pb2.Compare.COMPARE_RESULT_EQUAL,
+        target=etcd_pb2.Compare.COMPARE_TARGET_LEASE,
+        key=key,
+        lease=lease_id,
+    )
+
+
 def put(key: bytes, value: bytes, lease_id: int, *, prev_kv: bool = False) -> etcd_pb2.RequestOp:
     """Returns the operation that sets a key."""
     request = etcd_pb2.PutRequest(key=key, value=value, lease=lease_id, prev_kv=prev_kv)

@@ -123,8 +123,10 @@ class _Line:
                 if not future.done():
                     future.set_result(response.ttl)
         except EtcdError as error:
-            self.broken = True
             self._fail(error)
+        finally:  # also when a write that was cancelled has ended the call
+            self.broken = True
+            self._fail(EtcdUnavailable("the keepalive stream broke"))
 
     def _fail(self, error: EtcdError) -> None:
         waiting, self._waiting = self._waiting, {}
