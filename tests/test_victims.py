@@ -10,8 +10,8 @@ SECOND_NS = 1_000_000_000
 def retain(
     victims: Victims, number: int, *, at_s: float = 0, blocks: int = 10, turn: int = 1
 ) -> None:
-    """Adds a retention of 160 tokens for each ten blocks."""
-    victims.retained(number, blocks, blocks * 16, turn, int(at_s * SECOND_NS))
+    """Adds a retention."""
+    victims.retained(number, blocks, turn, int(at_s * SECOND_NS))
 
 
 def teach(victims: Victims, *, turn: int, returns: int, ends: int, age_s: float) -> None:
@@ -29,10 +29,10 @@ def test_the_outlook_goes_before_everything_else() -> None:
     victims = Victims()
     for number, outlook in enumerate((Outlook.EXPECTED, Outlook.NORMAL, Outlook.IDLE)):
         retain(victims, number, at_s=number)
-        victims.outlook(number, outlook)
+        victims.outlook(number, outlook, number * SECOND_NS)
     assert victims.choose(25, 10 * SECOND_NS) == [2, 1, 0]
-    victims.outlook(0, Outlook.IDLE)
-    victims.outlook(2, Outlook.NORMAL)
+    victims.outlook(0, Outlook.IDLE, 10 * SECOND_NS)
+    victims.outlook(2, Outlook.NORMAL, 10 * SECOND_NS)
     assert victims.choose(15, 10 * SECOND_NS) == [0, 1]
 
 
@@ -41,16 +41,16 @@ def test_an_unknown_outlook_is_normal() -> None:
     victims = Victims()
     for number, outlook in enumerate((Outlook.EXPECTED, 0, 99)):
         retain(victims, number)
-        victims.outlook(number, outlook)
+        victims.outlook(number, outlook, 0)
     assert victims.choose(20, SECOND_NS) == [1, 2]
 
 
-def test_before_anything_is_known_the_oldest_go_first() -> None:
-    """Ten retentions of several classes, each half as old as the one before it."""
+def test_before_anything_is_known_the_priors_decide() -> None:
+    """Later turns stay before first ones, the last minute before the last hour."""
     victims = Victims()
-    for number in range(10):
-        retain(victims, number, at_s=600 - 600 / 2**number, turn=1 + number % 3)
-    assert victims.choose(10 * 10, 600 * SECOND_NS) == list(range(10))
+    for number, (age_s, turn) in enumerate([(3000, 9), (60, 1), (60, 2), (60, 9), (500, 9)]):
+        retain(victims, number, at_s=3600 - age_s, turn=turn)
+    assert victims.choose(5 * 10, 3600 * SECOND_NS) == [0, 4, 1, 2, 3]
 
 
 def test_no_more_is_given_up_than_is_wanted() -> None:
@@ -76,7 +76,7 @@ def test_what_was_given_up_or_read_is_not_named_again() -> None:
     for number in (0, 1, 77):
         victims.ended(number, SECOND_NS)
         victims.consumed(number, SECOND_NS)
-        victims.outlook(number, Outlook.IDLE)
+        victims.outlook(number, Outlook.IDLE, SECOND_NS)
     assert victims.choose(100, SECOND_NS) == [2]
     assert len(victims) == 1
 
@@ -98,6 +98,39 @@ def test_one_that_is_due_is_kept_before_one_that_is_past_its_time() -> None:
     for number, age_s in ((1, 5), (2, 40), (3, 200)):
         retain(victims, number, at_s=1000 - age_s)
     assert victims.choose(30, 1000 * SECOND_NS) == [3, 1, 2]
+
+
+def test_clients_that_outlast_the_others_heartbeats_are_kept() -> None:
+    """Two of three clients go away and fall silent after 35 s; who heartbeats on comes back."""
+    victims = Victims()
+    for number in range(1_000, 1_600):
+        retain(victims, number)
+        victims.outlook(number, Outlook.EXPECTED, 0)
+        if number % 3:
+            victims.outlook(number, Outlook.IDLE, 35 * SECOND_NS)
+            victims.ended(number, 40 * SECOND_NS)
+        else:
+            victims.consumed(number, 100 * SECOND_NS)
+    for number, age_s in ((1, 60), (2, 10)):
+        retain(victims, number, at_s=1000 - age_s)
+        victims.outlook(number, Outlook.EXPECTED, (1000 - age_s) * SECOND_NS)
+    assert victims.choose(10, 1000 * SECOND_NS) == [2]
+
+
+def test_a_turn_in_flight_is_no_reason_to_learn_that_silent_ones_stay_away() -> None:
+    """Its retention is expected for the seconds until it is read; it returned from silence."""
+    learned = []
+    for announced in (False, True):
+        victims = Victims()
+        for number in range(1_000, 1_300):
+            retain(victims, number, turn=1)
+            if announced:
+                victims.outlook(number, Outlook.EXPECTED, 60 * SECOND_NS)
+            victims.consumed(number, 62 * SECOND_NS)
+        retain(victims, 1, at_s=1000 - 50)
+        retain(victims, 2, at_s=1000 - 200)
+        learned.append(victims.choose(10, 1000 * SECOND_NS))
+    assert learned == [[2], [2]]
 
 
 def test_what_is_learned_follows_the_traffic() -> None:
@@ -129,8 +162,8 @@ def test_the_same_history_gives_the_same_victims() -> None:
         wanted = choices.randrange(sum(kept.values())) if choices.random() < 0.2 else 0
         named = []
         for victims in both:
-            victims.retained(number, blocks, blocks * 16, turn, now_ns)
-            victims.outlook(some, outlook)
+            victims.retained(number, blocks, turn, now_ns)
+            victims.outlook(some, outlook, now_ns)
             named.append(victims.choose(wanted, now_ns))
         assert named[0] == named[1]
         assert len(set(named[0])) == len(named[0])

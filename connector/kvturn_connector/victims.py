@@ -1,26 +1,30 @@
 """Which retentions a decode engine gives up when requests need its memory. Sans-IO.
 
-Those that the lease service called idle go first and those that it expects back go last. Among
-equals the one goes that is worth least to keep: that returns least often per second of holding it.
+Those that the lease service calls idle go first and those that it expects back go last. Among those
+of one outlook the one goes first that is worth least: that returns least often per second of
+holding it. Its size does not matter: a large one saves as much more as it takes.
 
-How often retentions return depends on their age: rarely at once, most often after about a minute,
-hardly ever after ten. So a *cell* is a class of retentions (turn and size) in a range of ages, the
-ranges spaced by half octaves, and what is learned is the chance that a retention of the class that
-reached the range returns within it. A retention that was consumed returned; one that ended in any
-other way at age `a` only shows that it had not returned by then. A class of which little is known
-is taken to be as all are, and before anything is known each range has the same chance, which makes
-the order oldest first.
+How often retentions return depends on their age (rarely at once, most after a minute or two, few
+after ten), on the outlook, and on the turn of the conversation (second turns more often than first
+ones). So there is, for each outlook and range of ages, the ranges spaced by half octaves, a chance
+to return within the range of those that reach it, learned from this engine's own retentions. One
+that was consumed returned; one that went idle left; one that ended in any other way, or got another
+outlook, shows no more than that it had not returned by then. Turns are told apart by one factor
+each on the chances of all ranges: how many of them returned, over how many would have if all turns
+were alike. What is not known yet is taken from the priors below, which fade as ends are counted.
 
-The worth of a cell is the best that waiting can give: over all horizons, the chance to return
-before the horizon divided by the time that it will have been held until then. A retention too
-young to return is so kept for the time when it will, and one past that time is not.
+The worth of an age is the best that waiting can give: over all horizons, the chance to return
+before the horizon divided by the time that it is held until then. So a retention too young to
+return is kept for the time when it will, and one past that time is not.
 
-Costs: a retention moves through the ranges as it ages, when `choose` finds it, at most once each;
-`choose` looks at the cells in use, not at the retentions. Instants are nanoseconds of one clock.
+Costs: `choose` looks at the cells (outlook, turn, range) in use, not at all retentions; it moves
+those that grew older from range to range, each at most once per range. Instants are nanoseconds of
+one clock.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from enum import IntEnum
 
@@ -35,33 +39,106 @@ class Outlook(IntEnum):
 
 RANGES = 26
 """Ranges of ages: under a second, then half octaves to 4,096 s, then all above."""
-PRIOR_CHANCE = 0.05
-"""Chance to return within one range that is assumed before anything is known."""
-PRIOR_WEIGHT = 20.0
-"""How many retentions the prior counts for, and what all classes tell a class counts for."""
+ENDS_PER_REVIEW = 128
+"""Ends after which the worth of the cells is worked out anew."""
 LEARNED_MAX = 20_000
 """Ends that count; past it all are halved, so that what is learned follows the traffic."""
-ENDS_PER_REVIEW = 256
-"""Ends after which the worth of the cells is worked out anew."""
+
+RETURN_SHARES = {Outlook.NORMAL: 0.33, Outlook.EXPECTED: 0.9, Outlook.IDLE: 0.1}
+"""Prior: which share of the retentions that keep an outlook returns in the end."""
+RETURN_MEDIAN_S, RETURN_SIGMA = 100.0, 1.0
+"""Prior: half of them within 100 s, spread log-normally."""
+LEAVE_CHANCE = 0.02
+"""Prior: the chance to go idle within one range."""
+TURN_FACTORS = (1.0, 0.8, 1.3, 1.7, 2.0, 2.2, 2.5)
+"""Prior: the factor of each turn; 0 stands for unknown, the last for all later ones."""
+CHANCE_WEIGHT, FACTOR_WEIGHT = 20.0, 10.0
+"""How many retentions, and returns, the priors count for."""
+ASKED_FOR_NS = 30_000_000_000
+"""One that is read so soon after it became expected was: because its turn had begun."""
 
 _SECOND_NS = 1_000_000_000
-_TURNS_MAX = 4  # Later turns return as often as these.
-_SIZES_TOKENS = (2_048, 16_384)
-_CLASSES = (_TURNS_MAX + 1) * (len(_SIZES_TOKENS) + 1)
+_CHANCE_MAX = 0.99
 _ORDER = {Outlook.IDLE: 0, Outlook.NORMAL: 1, Outlook.EXPECTED: 2}
 
 
 class _Kept:
     """One retention that may be given up."""
 
-    __slots__ = ("blocks", "cell", "kind", "outlook", "retained_ns")
+    __slots__ = (
+        "asked_for_ns",
+        "blocks",
+        "cell",
+        "entered_range",
+        "outlook",
+        "outlook_before",
+        "retained_ns",
+        "turn",
+    )
 
-    def __init__(self, blocks: int, kind: int, retained_ns: int) -> None:
+    def __init__(self, blocks: int, turn: int, retained_ns: int) -> None:
         self.blocks = blocks
-        self.kind = kind
+        self.turn = turn
         self.retained_ns = retained_ns
         self.outlook = Outlook.NORMAL
+        self.entered_range = 0
+        """Range of ages in which it got its outlook."""
+        self.outlook_before = Outlook.NORMAL
+        self.asked_for_ns = -1
         self.cell = (0, 0, 0)
+
+
+class _History:
+    """What became of retentions while they had one outlook, by range of ages."""
+
+    def __init__(self, return_share: float) -> None:
+        self._prior_chances = _prior_chances(return_share)
+        self.entered = [0.0] * RANGES
+        self.returned = [0.0] * RANGES
+        self.left = [0.0] * RANGES
+        self.stopped = [0.0] * RANGES
+        self.review()
+
+    def halve(self) -> None:
+        for counts in (self.entered, self.returned, self.left, self.stopped):
+            counts[:] = [count / 2 for count in counts]
+
+    def review(self) -> None:
+        """Works out the chances to return and to leave, and how many returns are due by an age.
+
+        Whatever ends within a range was at risk for half of it.
+        """
+        self.return_chances = [0.0] * RANGES
+        self.leave_chances = [0.0] * RANGES
+        later = 0.0  # How many came through the range, out of those that were there before it.
+        for each in reversed(range(RANGES)):
+            returned, left = self.returned[each], self.left[each]
+            ends = returned + left + self.stopped[each]
+            at_risk = later + ends / 2 + CHANCE_WEIGHT
+            hits = returned + CHANCE_WEIGHT * self._prior_chances[each]
+            leaves = left + CHANCE_WEIGHT * LEAVE_CHANCE
+            self.return_chances[each] = min(hits / (at_risk + returned / 2), _CHANCE_MAX)
+            self.leave_chances[each] = min(leaves / (at_risk + left / 2), _CHANCE_MAX)
+            later += ends - self.entered[each]
+        self.due = [0.0]
+        for chance in self.return_chances:
+            self.due.append(self.due[-1] - math.log(1 - chance))
+
+    def worths(self, factor: float) -> list[float]:
+        """Returns for each range the most returns per second of holding that any horizon gives."""
+        chances = [1 - (1 - chance) ** factor for chance in self.return_chances]
+        worths = []
+        for first in range(RANGES):
+            best = returned = held_s = 0.0
+            there = 1.0
+            for each in range(first, RANGES):
+                gone = min(chances[each] + self.leave_chances[each], 1.0)
+                returned += there * chances[each]
+                held_s += there * (1 - gone / 2) * _WIDTHS_S[each]
+                there *= 1 - gone
+                best = max(best, returned / held_s)
+            worths.append(best)
+        return worths
 
 
 class Victims:
@@ -73,40 +150,56 @@ class Victims:
 
     def __init__(self) -> None:
         self._kept: dict[int, _Kept] = {}
-        # (order of the outlook, class, range) -> numbers, about the oldest first.
+        # (order of the outlook, turn, range) -> numbers, about the oldest first.
         self._cells: dict[tuple[int, int, int], OrderedDict[int, None]] = {}
-        self._returns = [[0.0] * RANGES for _ in range(_CLASSES)]
-        self._ends = [[0.0] * RANGES for _ in range(_CLASSES)]
+        self._histories = {each: _History(RETURN_SHARES[each]) for each in Outlook}
+        self._returned = [0.0] * len(TURN_FACTORS)
+        self._due = [0.0] * len(TURN_FACTORS)
         self._learned = 0.0
         self._ends_to_review = ENDS_PER_REVIEW
-        self._worth = self._review()
+        self._worths: dict[tuple[int, int], list[float]] = {}
 
     def __len__(self) -> int:
         return len(self._kept)
 
-    def retained(self, number: int, blocks: int, tokens: int, turn: int, now_ns: int) -> None:
+    def retained(self, number: int, blocks: int, turn: int, now_ns: int) -> None:
         """Adds a retention; `turn` counts from 1, 0 where it is not known."""
         assert number not in self._kept
         assert blocks > 0
         assert turn >= 0
-        kept = self._kept[number] = _Kept(blocks, _class_of(turn, tokens), now_ns)
+        kept = _Kept(blocks, min(turn, len(TURN_FACTORS) - 1), now_ns)
+        self._kept[number] = kept
         self._put(number, kept, 0)
 
-    def outlook(self, number: int, outlook: int) -> None:
+    def outlook(self, number: int, outlook: int, now_ns: int) -> None:
         """Notes what the lease service expects; NORMAL until then. A value it does not know too."""
         kept = self._kept.get(number)
-        if kept is None:
-            return
         known = outlook in (Outlook.EXPECTED, Outlook.IDLE)
-        kept.outlook = Outlook(outlook) if known else Outlook.NORMAL
+        new = Outlook(outlook) if known else Outlook.NORMAL
+        if kept is None or kept.outlook == new:
+            return
+        history = self._histories[kept.outlook]
+        self._learn(kept, history.left if new == Outlook.IDLE else history.stopped, now_ns)
+        kept.asked_for_ns = now_ns if new == Outlook.EXPECTED else -1
+        kept.outlook_before, kept.outlook = kept.outlook, new
+        kept.entered_range = _range_of(now_ns - kept.retained_ns)
         self._take(number, kept)
-        self._put(number, kept, kept.cell[2])
+        self._put(number, kept, kept.entered_range)
 
     def consumed(self, number: int, now_ns: int) -> None:
         """Removes a retention that was read, and learns from it."""
         kept = self._remove(number)
-        if kept is not None:
-            self._learn(self._returns, kept, now_ns)
+        if kept is None:
+            return
+        if kept.asked_for_ns >= 0 and now_ns < kept.asked_for_ns + ASKED_FOR_NS:
+            # Its turn had begun: it returned while it had the outlook before.
+            history = self._histories[kept.outlook_before]
+            history.stopped[kept.entered_range] -= 1
+            history.returned[kept.entered_range] += 1
+            self._returned[kept.turn] += 1
+        else:
+            self._learn(kept, self._histories[kept.outlook].returned, now_ns)
+            self._returned[kept.turn] += 1
 
     def ended(self, number: int, now_ns: int) -> None:
         """Removes one that ended otherwise or is given up now, and learns that it did not return.
@@ -115,7 +208,7 @@ class Victims:
         """
         kept = self._remove(number)
         if kept is not None:
-            self._learn(self._ends, kept, now_ns)
+            self._learn(kept, self._histories[kept.outlook].stopped, now_ns)
 
     def choose(self, blocks_wanted: int, now_ns: int) -> list[int]:
         """Returns which retentions to give up for so many blocks; all there are if too few.
@@ -137,17 +230,25 @@ class Victims:
 
     def _without_surplus(self, chosen: list[int], surplus: int) -> list[int]:
         """Spares, of those chosen, the worthiest that the others make up for."""
-        spared = []
+        spared = set()
         for number in reversed(chosen):
             blocks = self._kept[number].blocks
             if blocks <= surplus:
                 surplus -= blocks
-                spared.append(number)
-        return [number for number in chosen if number not in spared] if spared else chosen
+                spared.add(number)
+        return [number for number in chosen if number not in spared]
 
     def _rank(self, cell: tuple[int, int, int]) -> tuple[int, float, int]:
-        order, kind, age_range = cell
-        return order, self._worth[kind][age_range], -age_range
+        order, turn, age_range = cell
+        worths = self._worths.get((order, turn))
+        if worths is None:
+            history = next(self._histories[each] for each in Outlook if _ORDER[each] == order)
+            worths = self._worths[order, turn] = history.worths(self._factor(turn))
+        return order, worths[age_range], -age_range
+
+    def _factor(self, turn: int) -> float:
+        returned = self._returned[turn] + FACTOR_WEIGHT * TURN_FACTORS[turn]
+        return returned / (self._due[turn] + FACTOR_WEIGHT)
 
     def _move(self, now_ns: int) -> None:
         """Brings retentions that grew older into the cells of their age, the oldest first."""
@@ -163,7 +264,7 @@ class Victims:
                 self._put(number, kept, age_range)
 
     def _put(self, number: int, kept: _Kept, age_range: int) -> None:
-        kept.cell = (_ORDER[kept.outlook], kept.kind, age_range)
+        kept.cell = (_ORDER[kept.outlook], kept.turn, age_range)
         self._cells.setdefault(kept.cell, OrderedDict())[number] = None
 
     def _take(self, number: int, kept: _Kept) -> None:
@@ -178,32 +279,30 @@ class Victims:
             self._take(number, kept)
         return kept
 
-    def _learn(self, counts: list[list[float]], kept: _Kept, now_ns: int) -> None:
-        counts[kept.kind][_range_of(now_ns - kept.retained_ns)] += 1
+    def _learn(self, kept: _Kept, ends: list[float], now_ns: int) -> None:
+        """Counts what became of a retention while it had its outlook."""
+        history = self._histories[kept.outlook]
+        first, last = kept.entered_range, _range_of(now_ns - kept.retained_ns)
+        history.entered[first] += 1
+        ends[last] += 1
+        due = (history.due[last] + history.due[last + 1]) / 2 - history.due[first]
+        self._due[kept.turn] += max(due, 0.0)
         self._learned += 1
         self._ends_to_review -= 1
-        if self._learned > LEARNED_MAX:
-            self._learned /= 2
-            for table in (self._returns, self._ends):
-                table[:] = [[count / 2 for count in row] for row in table]
         if self._ends_to_review == 0:
             self._ends_to_review = ENDS_PER_REVIEW
-            self._worth = self._review()
+            self._review()
 
-    def _review(self) -> list[list[float]]:
-        """Works out what each class is worth at each age."""
-        returns = [sum(column) for column in zip(*self._returns, strict=True)]
-        ends = [sum(column) for column in zip(*self._ends, strict=True)]
-        of_all = _chances(returns, ends, [PRIOR_CHANCE] * RANGES)
-        return [
-            _worths(_chances(*counts, of_all))
-            for counts in zip(self._returns, self._ends, strict=True)
-        ]
-
-
-def _class_of(turn: int, tokens: int) -> int:
-    size_class = sum(tokens >= size for size in _SIZES_TOKENS)
-    return min(turn, _TURNS_MAX) * (len(_SIZES_TOKENS) + 1) + size_class
+    def _review(self) -> None:
+        if self._learned > LEARNED_MAX:
+            self._learned /= 2
+            for counts in (self._returned, self._due):
+                counts[:] = [count / 2 for count in counts]
+            for history in self._histories.values():
+                history.halve()
+        for history in self._histories.values():
+            history.review()
+        self._worths.clear()
 
 
 def _range_of(age_ns: int) -> int:
@@ -216,35 +315,20 @@ def _start_s(age_range: int) -> float:
     return 0.0 if age_range == 0 else float(2 ** ((age_range - 1) / 2))
 
 
-_WIDTHS_S = [_start_s(age_range + 1) - _start_s(age_range) for age_range in range(RANGES)]
+_WIDTHS_S = [_start_s(each + 1) - _start_s(each) for each in range(RANGES)]
 
 
-def _chances(returns: list[float], ends: list[float], prior: list[float]) -> list[float]:
-    """Returns for each range the chance that what reaches it returns within it.
+def _prior_chances(return_share: float) -> list[float]:
+    """Returns for each range the chance that what reaches it returns within it, by the priors."""
 
-    What ended otherwise within a range was at risk for half of it.
-    """
-    chances = [0.0] * RANGES
-    reached = 0.0
-    for age_range in reversed(range(RANGES)):
-        returned, ended = returns[age_range], ends[age_range]
-        at_risk = reached + returned + ended / 2
-        hits = returned + PRIOR_WEIGHT * prior[age_range]
-        chances[age_range] = hits / (at_risk + PRIOR_WEIGHT)
-        reached += returned + ended
-    return chances
+    def returned_by(age_s: float) -> float:
+        if age_s == 0:
+            return 0.0
+        deviations = math.log(age_s / RETURN_MEDIAN_S) / RETURN_SIGMA
+        return return_share * (1 + math.erf(deviations / math.sqrt(2))) / 2
 
-
-def _worths(chances: list[float]) -> list[float]:
-    """Returns for each range the most returns per second of holding that any horizon gives."""
-    worths = []
-    for first in range(RANGES):
-        best = returned = held_s = 0.0
-        surviving = 1.0
-        for chance, width_s in zip(chances[first:], _WIDTHS_S[first:], strict=True):
-            returned += surviving * chance
-            held_s += surviving * (1 - chance / 2) * width_s
-            surviving *= 1 - chance
-            best = max(best, returned / held_s)
-        worths.append(best)
-    return worths
+    by_start = [returned_by(_start_s(each)) for each in range(RANGES + 1)]
+    return [
+        (by_end - before) / (1 - before)
+        for before, by_end in zip(by_start, by_start[1:], strict=False)
+    ]
