@@ -127,10 +127,10 @@ def test_a_turn_in_flight_is_no_reason_to_learn_that_silent_ones_stay_away() -> 
             if announced:
                 victims.outlook(number, Outlook.EXPECTED, 60 * SECOND_NS)
             victims.consumed(number, 62 * SECOND_NS)
-        retain(victims, 1, at_s=1000 - 50)
-        retain(victims, 2, at_s=1000 - 200)
-        learned.append(victims.choose(10, 1000 * SECOND_NS))
-    assert learned == [[2], [2]]
+        for age_s in (5, 20, 50, 100, 200, 400):
+            retain(victims, age_s, at_s=1000 - age_s)
+        learned.append(victims.choose(6 * 10, 1000 * SECOND_NS))
+    assert learned[0] == learned[1]
 
 
 def test_what_is_learned_follows_the_traffic() -> None:

@@ -24,6 +24,7 @@ one clock.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from enum import IntEnum
@@ -328,7 +329,4 @@ def _prior_chances(return_share: float) -> list[float]:
         return return_share * (1 + math.erf(deviations / math.sqrt(2))) / 2
 
     by_start = [returned_by(_start_s(each)) for each in range(RANGES + 1)]
-    return [
-        (by_end - before) / (1 - before)
-        for before, by_end in zip(by_start, by_start[1:], strict=False)
-    ]
+    return [(by_end - before) / (1 - before) for before, by_end in itertools.pairwise(by_start)]
