@@ -32,6 +32,7 @@ class EtcdTerms:
         records_per_lease_max: int = 1_000,
         conversations_max: int = 100_000,
         waiting_max: int = 65_536,
+        timeout_s: float = 2.0,
         secret: bytes = b"cluster secret",
     ) -> None:
         self.client = EtcdClient(EtcdConfig(endpoints=endpoints))
@@ -43,6 +44,7 @@ class EtcdTerms:
         self._records_per_lease_max = records_per_lease_max
         self._conversations_max = conversations_max
         self._waiting_max = waiting_max
+        self._timeout_s = timeout_s
         self._store: EtcdStore | None = None
 
     @property
@@ -77,6 +79,7 @@ class EtcdTerms:
             conversations_max=self._conversations_max,
             on_fenced=self._count_fenced,
             waiting_max=self._waiting_max,
+            timeout_s=self._timeout_s,
         )
         self._store = store
         return store, await store.load()

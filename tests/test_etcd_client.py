@@ -173,26 +173,25 @@ async def test_a_watch_goes_on_after_etcd_was_killed_and_started_again(tmp_path:
         await watcher.stop()
 
 
-@pytest.mark.parametrize("cut_after", [600, 300_000, 1_500_000])
-async def test_a_catch_up_that_is_cut_loses_nothing(tmp_path: Path, cut_after: int) -> None:
+async def test_a_catch_up_that_is_cut_loses_nothing(tmp_path: Path) -> None:
     """3,000 events are fetched through a connection that breaks in the middle of them."""
-    async with (
-        EtcdServer(tmp_path) as etcd,
-        client_of(etcd.endpoint) as direct,
-        TcpProxy("127.0.0.1", etcd.port) as proxy,
-        client_of(f"127.0.0.1:{proxy.port}") as client,
-    ):
+    async with EtcdServer(tmp_path) as etcd, client_of(etcd.endpoint) as direct:
         first = await write(direct, 0)
         for batch in range(30):
             await asyncio.gather(
                 *(write(direct, number) for number in range(100 * batch, 100 * batch + 100))
             )
-        proxy.cut_after = cut_after
-        watcher = Watcher(client, first + 1)
-        await until(lambda: len(watcher.keys) >= 3_000)
-        assert sorted(watcher.keys) == sorted(numbered(0, 3_000))
-        assert proxy.connections == 2
-        await watcher.stop()
+        for cut_after in (600, 300_000, 1_500_000):
+            async with (
+                TcpProxy("127.0.0.1", etcd.port) as proxy,
+                client_of(f"127.0.0.1:{proxy.port}") as client,
+            ):
+                proxy.cut_after = cut_after
+                watcher = Watcher(client, first + 1)
+                await until(lambda watcher=watcher: len(watcher.keys) >= 3_000)
+                assert sorted(watcher.keys) == sorted(numbered(0, 3_000))
+                assert proxy.connections == 2
+                await watcher.stop()
 
 
 async def test_a_watch_that_missed_a_compaction_says_so(tmp_path: Path) -> None:
@@ -237,24 +236,27 @@ async def test_a_watch_notices_that_etcd_lost_its_data(tmp_path: Path) -> None:
             await asyncio.wait_for(watcher.task, T)
 
 
-@pytest.mark.parametrize("fault", ["freeze", "kill"])
-async def test_the_next_endpoint_is_used_when_one_fails(tmp_path: Path, fault: str) -> None:
-    """The member in use freezes or dies: no put fails, none waits long, the lease stays alive."""
+async def test_the_next_endpoint_is_used_when_one_fails(tmp_path: Path) -> None:
+    """The member in use freezes, the next dies: no put fails or waits long, the lease lives on."""
     async with EtcdCluster(tmp_path) as cluster, client_of(*cluster.endpoints) as client:
         lease = secrets.randbits(62)
         await client.grant(lease, 30, T)
         first = await write(client, 0)
         await client.renew(lease, T)
-        getattr(cluster.members[0], fault)()
-        gap_s = 0.0
-        for number in range(1, 50):
-            began_s = time.monotonic()
-            await write(client, number, timeout_s=3.0)
-            gap_s = max(gap_s, time.monotonic() - began_s)
-        assert gap_s < 2.5
-        assert await client.renew(lease, 3.0) == 30
+        members = cluster.members
+        for start, fault in ((1, members[0].freeze), (50, members[1].kill)):
+            fault()
+            gap_s = 0.0
+            for number in range(start, start + 49):
+                began_s = time.monotonic()
+                await write(client, number, timeout_s=3.0)
+                gap_s = max(gap_s, time.monotonic() - began_s)
+            assert gap_s < 2.5
+            assert await client.renew(lease, 3.0) == 30
+            members[0].resume()
+            await until(members[0].is_healthy)
         watcher = Watcher(client, first)
-        await until(lambda: watcher.keys == numbered(0, 50))
+        await until(lambda: watcher.keys == [*numbered(0, 99)])
         await watcher.stop()
 
 
@@ -284,7 +286,7 @@ async def test_an_etcd_without_space_is_told_apart(tmp_path: Path) -> None:
 async def test_a_lease_of_many_keys_ends_under_a_watch(tmp_path: Path) -> None:
     """The deletions are one revision and more than one message may hold; all of them come."""
     async with EtcdServer(tmp_path) as etcd, client_of(etcd.endpoint) as client:
-        lease, count = secrets.randbits(62), 25_000
+        lease, count = secrets.randbits(62), 12_000
         await client.grant(lease, 60, T)
         revision = 0
         for start in range(0, count, 1_280):
@@ -292,7 +294,7 @@ async def test_a_lease_of_many_keys_ends_under_a_watch(tmp_path: Path) -> None:
                 client.transact(
                     [],
                     [
-                        put(b"k/%0190d" % number, b"", lease)
+                        put(b"k/%0400d" % number, b"", lease)
                         for number in range(first, min(first + 128, count))
                     ],
                     timeout_s=T,
@@ -377,7 +379,7 @@ async def test_a_user_logs_in_and_again_when_the_token_is_no_longer_known(tmp_pa
         await write(client, 2)
         assert await client.renew(lease, T) == 60
         await until(lambda: watcher.keys == numbered(0, 3))
-        await asyncio.sleep(2.5)  # the token's time, and etcd's tick for looking at it
+        await asyncio.sleep(2.1)  # the token's time, and etcd's tick for looking at it
         await write(client, 3)
         await until(lambda: watcher.keys == numbered(0, 4))
         await watcher.stop()

@@ -222,7 +222,7 @@ async def test_short_outages_of_etcd_do_not_unseat_the_leader(tmp_path: Path) ->
     leader key that somebody deleted, ends the term, and somebody is elected again."""
     async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as only:
         await until(only.leads)
-        for _ in range(3):
+        for _ in range(2):
             etcd.kill()
             await etcd.start()
             await until(lambda: renewed(etcd))
@@ -242,10 +242,10 @@ async def test_an_etcd_without_space_leaves_the_leader_in_office(tmp_path: Path)
     async with EtcdServer(tmp_path, *quota) as etcd, Candidate(tmp_path, etcd, "a") as leader:
         await until(leader.leads)
         for number in range(12):
-            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 5)
+            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 2)
         async with leader.engine("d1", "i1", 1) as engine:
             await engine.read()
-            ends_s = time.monotonic() + LEADERSHIP_S + 1
+            ends_s = time.monotonic() + LEADERSHIP_S + 0.3
             while time.monotonic() < ends_s:
                 await engine.beat()
                 await asyncio.sleep(0.1)
@@ -279,7 +279,8 @@ async def renewed(etcd: EtcdServer) -> bool:
 async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
     """Engines with retentions come, heartbeat and go: but for the leader's, keys and etcd leases
     are none in the end. Heartbeats in between add no revision."""
-    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as leader:
+    spans = ("--session-ttl=0.4", "--heartbeat=0.1")
+    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a", *spans) as leader:
         await until(leader.leads)
         async with contextlib.AsyncExitStack() as stack:
             engines = []

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import grpc
 import pytest
-from etcd_server import EtcdCluster, EtcdServer, until
+from etcd_server import EtcdServer, until
 
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
 from kvturn_cli.etcd import etcd_command, version_of
@@ -25,13 +25,6 @@ async def test_an_etcd_keeps_its_data_over_a_kill(tmp_path: Path) -> None:
         etcd.wipe()
         await etcd.start()
         assert await etcd.ctl("get", "a") == ""
-
-
-async def test_a_cluster_of_three_starts(tmp_path: Path) -> None:
-    """What one member takes, another gives."""
-    async with EtcdCluster(tmp_path) as cluster:
-        await cluster.members[0].ctl("put", "a", "1")
-        assert await cluster.members[2].ctl("get", "a") == "a\n1\n"
 
 
 def test_versions_are_compared_as_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

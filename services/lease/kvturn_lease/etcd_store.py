@@ -126,6 +126,7 @@ class EtcdStore:
         conversations_max: int,
         on_fenced: Callable[[], None],
         waiting_max: int = WAITING_MAX,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         """`on_fenced` is called once when etcd shows that the term is over."""
         self._client = client
@@ -135,6 +136,7 @@ class EtcdStore:
         self._outages = outages
         self._on_fenced = on_fenced
         self._waiting_max = waiting_max
+        self._timeout_s = timeout_s
         self._recollection = Recollection(keys, conversations_max)
         self._sessions: dict[str, bytes] = {}
         """Values by engine id, to put them again should their lease be lost."""
@@ -150,7 +152,7 @@ class EtcdStore:
     async def load(self) -> Snapshot:
         """Reads the sessions now and the conversations behind. Raises EtcdError."""
         sessions: dict[str, SessionRecord] = {}
-        pages = self._client.list_prefix(self._keys.sessions, _TIMEOUT_S)
+        pages = self._client.list_prefix(self._keys.sessions, self._timeout_s)
         async with contextlib.aclosing(pages):
             async for kvs, _ in pages:
                 for kv in kvs:
@@ -298,7 +300,7 @@ class EtcdStore:
                 operations.append(put(key, entry.value, lease_id, prev_kv=True))
             # The same operations again change nothing more, so that it is safe to repeat.
             response = await self._client.transact(
-                self._fence, operations, timeout_s=_TIMEOUT_S, safe=True
+                self._fence, operations, timeout_s=self._timeout_s, safe=True
             )
         except EtcdError:
             for lease_id in attached:
@@ -313,7 +315,7 @@ class EtcdStore:
 
     async def _grant(self, engine_id: str) -> int:
         lease_id = secrets.randbits(62) + 1
-        await self._client.grant(lease_id, self._leases.ttl_s, _TIMEOUT_S)
+        await self._client.grant(lease_id, self._leases.ttl_s, self._timeout_s)
         self._leases.add(engine_id, lease_id)
         return lease_id
 
@@ -358,7 +360,7 @@ class EtcdStore:
         """Renews an engine's leases, and puts its session again if its lease was lost."""
         for lease_id in self._leases.of_engine(engine_id):
             try:
-                await self._client.renew(lease_id, _TIMEOUT_S)
+                await self._client.renew(lease_id, self._timeout_s)
             except LeaseGone:
                 self._leases.drop(lease_id)
                 if engine_id in self._sessions:
@@ -366,7 +368,7 @@ class EtcdStore:
 
     async def _revoke(self, lease_id: int) -> None:
         with contextlib.suppress(EtcdError):  # then it runs out
-            await self._client.revoke(lease_id, _TIMEOUT_S)
+            await self._client.revoke(lease_id, self._timeout_s)
 
     # ---- what an earlier term recorded ---------------------------------------------------
 
@@ -383,8 +385,8 @@ class EtcdStore:
         ours, every = self._keys.conversations, self._keys.any_conversations
         # Nobody knows any more what was recorded under another secret.
         others = [delete(every, ours), delete(prefix_end(ours), prefix_end(every))]
-        await self._client.transact(self._fence, others, timeout_s=_TIMEOUT_S, safe=True)
-        pages = self._client.list_prefix(ours, _TIMEOUT_S, _PAGE_KEYS)
+        await self._client.transact(self._fence, others, timeout_s=self._timeout_s, safe=True)
+        pages = self._client.list_prefix(ours, self._timeout_s, _PAGE_KEYS)
         async with contextlib.aclosing(pages):
             async for kvs, _ in pages:
                 for kv in kvs:
