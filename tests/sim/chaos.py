@@ -49,13 +49,16 @@ class Chaos:
         return [node for node in nodes if node.up]
 
     def _pause(self) -> None:
-        node = self._random.choice(self._processes())
-        node.pause(self._until_calm(self._span(50 * MS, self._weather.ttl_ns)))
+        self._stop(self._span(50 * MS, self._weather.ttl_ns))
 
     def _long_pause(self) -> None:
-        node = self._random.choice(self._processes())
         ttl_ns = self._weather.ttl_ns
-        node.pause(self._until_calm(self._span(ttl_ns, 3 * ttl_ns)))
+        self._stop(self._span(ttl_ns, 3 * ttl_ns))
+
+    def _stop(self, span_ns: int) -> None:
+        nodes = self._processes()
+        if nodes:
+            self._random.choice(nodes).pause(self._until_calm(span_ns))
 
     def _crash(self) -> None:
         sim = self._sim

@@ -21,19 +21,6 @@ if TYPE_CHECKING:
     from sim.world import World
 
 STRIDE = 16
-COVERAGE = (
-    "reads granted",
-    "reads used",
-    "expiries under a read",
-    "failovers",
-    "pressure frees",
-    "fencings",
-    "late reads",
-    "late reads of freed blocks",
-    "inherited waits",
-    "split leaders",
-)
-"""What a batch of seeds must have seen, each at least once."""
 
 
 @dataclass(slots=True, eq=False)
@@ -127,6 +114,21 @@ class Checkers:
                 self._world.now_ns + 200 * MS, None, self._check_gave_way, kept, engine.epoch
             )
 
+    def waits(self, engine: Decode, job: object) -> None:
+        """A request is the next to get blocks."""
+        # What others left at the last moment must have been given up, too.
+        clock_ns = engine.clock_ns() + 2 * self.hold_ns + 4 * S
+        t_ns = engine.true_ns(clock_ns) + 2 * engine.slack_ns
+        self._world.push(t_ns, engine, self._check_starved, engine, job, engine.stalled_until_ns)
+
+    def _check_starved(self, engine: Decode, job: Any, stalled_until_ns: int) -> None:
+        if not engine.is_starved(job):
+            return
+        if engine.stalled_until_ns != stalled_until_ns:
+            self.waits(engine, job)  # it was paused in the meantime
+            return
+        raise Violation("S6", f"a request starves on {engine.name} while retentions are held")
+
     def freed(self, kept: Kept) -> None:
         """The blocks go back to the pool."""
         kept.held = False
@@ -174,7 +176,9 @@ class Checkers:
 
     def heard(self, session: tuple[int, Any], echo: tuple[int, int], now_ns: int) -> None:
         """A heartbeat of the session arrives at its lease service."""
-        trust = self._trust[session]
+        trust = self._trust.get(session)
+        if trust is None:
+            return
         trust.dead = trust.dead or now_ns >= trust.deadline_ns
         if echo[0] != session[0]:
             return

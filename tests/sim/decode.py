@@ -25,6 +25,12 @@ STEP_NS = 10 * MS
 BACKOFF_MIN_NS, BACKOFF_MAX_NS = 100 * MS, 500 * MS
 OPEN_TIMEOUT_NS = 2 * S
 RETENTIONS_MAX = 1000
+LATE_NS = 200 * MS
+"""Releases that take longer are not waited for: others are given up as well."""
+HEADROOM, HEADROOM_SILENT = 16, 4
+"""One block in so many is kept free; more while the lease service is silent."""
+PASS_NS = 50 * MS
+"""How often a scheduler that cannot admit a request looks again."""
 
 
 def scope_of(tenant: str) -> Scope:
@@ -80,6 +86,9 @@ class Decode(Node):
         self.held: dict[int, Kept] = {}
         self._waiting: deque[Job] = deque()
         self._running: dict[Job, None] = {}
+        self._outlooks: dict[int, int] = {}
+        self._withdrawn: dict[int, int] = {}
+        self._late: dict[int, None] = {}
         self._freeing: list[int] = []
         self._numbers = 0
         self._stepping = False
@@ -186,7 +195,8 @@ class Decode(Node):
     ) -> None:
         freed = self.session.retentions.take_freed()
         if freed:
-            self._freeing.extend(each.number for each in freed)
+            for each in freed:
+                self._forget(each.number)
             self._want_step()
         stream = stream or self.stream
         if stream is not None:
@@ -206,7 +216,20 @@ class Decode(Node):
             self.after(STEP_NS, job.done)
             return
         self._waiting.append(job)
+        if len(self._waiting) == 1:
+            self._watch_head()
         self._want_step()
+
+    def _watch_head(self) -> None:
+        if self._waiting:
+            self.sim.checkers.waits(self, self._waiting[0])
+
+    def is_starved(self, job: Job) -> bool:
+        """True if a request waits for what only retentions keep from it."""
+        if not self._waiting or self._waiting[0] is not job:
+            return False
+        held = sum(len(kept.blocks) for kept in self.held.values())
+        return len(self.pool.free) + held >= job.count
 
     def _want_step(self) -> None:
         if not self._stepping:
@@ -226,27 +249,59 @@ class Decode(Node):
             job.blocks = self.pool.take(job.count)
             self._running[job] = None
             self.after(job.span_ns, self._finish, job)
-        if self._waiting:
+            self._watch_head()
+        if self.held:
             self._give_way()
 
+    def _forget(self, number: int) -> None:
+        """A retention has ended; its blocks go back in the next step."""
+        self._freeing.append(number)
+        self._withdrawn.pop(number, None)
+        self._late.pop(number, None)
+        self._outlooks.pop(number, None)
+
     def _give_way(self) -> None:
-        short = sum(job.count for job in self._waiting) - len(self.pool.free)
-        victims: dict[int, int] = {}
-        for number, kept in self.held.items():
+        """Gives up what is idle first, then the oldest."""
+        self._outlooks.update(self.session.take_outlooks())
+        now_ns = self.clock_ns()
+        short = sum(job.count for job in self._waiting) + self._headroom(now_ns)
+        short -= len(self.pool.free) + self._coming(now_ns)
+        victims: list[int] = []
+        for number in sorted(self.held, key=self._order):
             if short <= 0:
                 break
-            short -= len(kept.blocks)
-            if kept.withdrawn_ns is None:
-                victims[number] = common_pb2.RELEASE_REASON_PRESSURE
-        self.withdraw(victims)
+            if number not in self._withdrawn and number not in self._freeing:
+                victims.append(number)
+                short -= len(self.held[number].blocks)
+        self.withdraw(dict.fromkeys(victims, common_pb2.RELEASE_REASON_PRESSURE))
+        if self._waiting:
+            self.after(PASS_NS, self._want_step)
 
-    def withdraw(self, victims: dict[int, int]) -> None:
+    def _order(self, number: int) -> tuple[bool, int]:
+        return self._outlooks.get(number) != lease_pb2.OUTLOOK_IDLE, number
+
+    def _headroom(self, now_ns: int) -> int:
+        return self.pool.total // (HEADROOM_SILENT if self.session.silent(now_ns) else HEADROOM)
+
+    def _coming(self, now_ns: int) -> int:
+        """Returns how many blocks will be free within a step or two."""
+        reading = self.session.take_reading()
+        for number, withdrawn_ns in self._withdrawn.items():
+            if number in reading or now_ns >= withdrawn_ns + LATE_NS:
+                self._late[number] = None
+        numbers = [number for number in self._withdrawn if number not in self._late]
+        return sum(len(self.held[number].blocks) for number in (*numbers, *self._freeing))
+
+    def withdraw(self, reasons: dict[int, int]) -> None:
         """Gives retentions up, by number with reason."""
-        if not victims:
-            return
-        for number in victims:
+        now_ns = self.clock_ns()
+        ending = {*self._withdrawn, *self._freeing}
+        fresh = {number: reasons[number] for number in reasons if number not in ending}
+        for number in fresh:
             self.sim.checkers.withdrawn(self.held[number])
-        self._send(self.session.withdraw_all(victims, self.clock_ns()))
+            self._withdrawn[number] = now_ns
+        if fresh:
+            self._send(self.session.withdraw_all(fresh, now_ns))
 
     def _finish(self, job: Job) -> None:
         del self._running[job]
@@ -258,6 +313,10 @@ class Decode(Node):
         job.done()
 
     def _retain(self, job: Job, key: tuple[str, str]) -> None:
+        now_ns = self.clock_ns()
+        if self.session.silent(now_ns) and len(self.pool.free) < self._headroom(now_ns):
+            self.pool.give(job.blocks)  # nobody could read it meanwhile
+            return
         tokens = job.tokens[:-1]  # the last one's KV was never computed
         count = -(-len(tokens) // BLOCK_SIZE)
         blocks, surplus = job.blocks[:count], job.blocks[count:]
@@ -289,7 +348,7 @@ class Decode(Node):
         offer.digests.digest_bytes = DIGEST_BYTES
         offer.digests.values = digest_values(tokens, scope_of(tenant), SECRET)
         self.world.note(self.name, "retained %s of %s", kept, key)
-        self._send(self.session.retain(kept.number, offer, self.clock_ns()))
+        self._send(self.session.retain(kept.number, offer, now_ns))
 
     # ---- readers -------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvturn_lease.store import (
@@ -16,31 +15,34 @@ from kvturn_lease.store import (
 from sim.world import Node
 
 if TYPE_CHECKING:
+    from kvturn_lease.conversation import ConversationKey
+    from kvturn_lease.store import ConversationRecord, SessionRecord
     from sim.weather import Weather
     from sim.world import World
 
 
-@dataclass
 class Records:
     """What lease services wrote behind."""
 
-    snapshot: Snapshot = field(default_factory=Snapshot)
+    def __init__(self) -> None:
+        self._sessions: dict[str, SessionRecord] = {}
+        self._conversations: dict[ConversationKey, ConversationRecord] = {}
 
     def apply(self, change: Change) -> None:
         """Applies one change."""
         match change:
             case SessionOpened(record):
-                self.snapshot.sessions[record.engine_id] = record
+                self._sessions[record.engine_id] = record
             case EngineForgotten(engine_id):
-                self.snapshot.sessions.pop(engine_id, None)
+                self._sessions.pop(engine_id, None)
             case ConversationChanged(key, conversation):
-                self.snapshot.conversations[key] = conversation
+                self._conversations[key] = conversation
             case ConversationForgotten(key):
-                self.snapshot.conversations.pop(key, None)
+                self._conversations.pop(key, None)
 
     def load(self) -> Snapshot:
         """Returns a copy."""
-        return Snapshot(dict(self.snapshot.sessions), dict(self.snapshot.conversations))
+        return Snapshot(dict(self._sessions), dict(self._conversations))
 
 
 class Etcd(Node):

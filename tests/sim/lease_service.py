@@ -8,8 +8,9 @@ from kvturn_lease import wire
 from kvturn_lease.config import LessorConfig
 from kvturn_lease.effects import EndSession, Record, Release, SendToEngine
 from kvturn_lease.errors import LeaseServiceError, NotLeader, SessionExpired, SessionFenced
+from kvturn_lease.leadership import Leadership
 from kvturn_lease.store import Snapshot
-from sim.world import Node
+from sim.world import MS, Node, S
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
     from sim.simulation import Simulation
 
 T = TypeVar("T")
+
+RETRY_NS = 200 * MS
+"""Pause before etcd is asked again that has not answered."""
 
 
 class LeaseService(Node):
@@ -43,8 +47,6 @@ class LeaseService(Node):
             policy=weather.policy,
             fixed_ttl_ns=weather.max_hold_ns // 2,
         )
-        percent = weather.drift_percent
-        self._own_ttl_ns = weather.leader_ttl_ns * (100 - percent) // (100 + percent)
         self.lessor: Lessor | None = None
         self._boot()
 
@@ -52,6 +54,7 @@ class LeaseService(Node):
 
     def _boot(self) -> None:
         self.lessor = None
+        self._leadership = Leadership()
         self.leader = ""
         self._streams: dict[SessionId, Stream] = {}
         self._accepted: list[Stream] = []
@@ -60,13 +63,20 @@ class LeaseService(Node):
         if self.sim.etcd is None:
             self._lead(Snapshot(), None)
         else:
-            self.after(int(self.world.random.random() * self._own_ttl_ns), self._campaign)
+            self.after(
+                int(self.world.random.random() * self.sim.weather.leader_ttl_ns), self._campaign
+            )
 
     def crash(self) -> None:
         """Ends the process; engines hear that their streams broke, or do not."""
         for stream in self._streams.values():
             stream.server_open = False
             self.sim.break_stream(stream, tell_server=False)
+        super().crash()
+        self.lessor = None
+
+    def crash_silently(self) -> None:
+        """Ends the process; nobody hears of it."""
         super().crash()
         self.lessor = None
 
@@ -96,36 +106,47 @@ class LeaseService(Node):
             self._carry_out()
 
     def _campaign(self) -> None:
+        """Asks etcd to lead, or to lead on."""
         etcd = self.sim.etcd
         assert etcd is not None
         asked_ns = self.clock_ns()
-        term = self.lessor.term if self.lessor is not None else 0
+        leadership = self._leadership if self.leads else None
         self.sim.network.ask(
             self,
             etcd,
             lambda: etcd.campaign(self.name),
-            lambda answer: self._on_campaign(asked_ns, term, answer),
+            lambda answer: self._on_campaign(asked_ns, leadership, answer),
         )
-        self.at_clock(asked_ns + self._own_ttl_ns // 3, self._campaign)
+        next_ns = asked_ns + self.sim.weather.leader_ttl_ns // 3
+        if leadership is not None:
+            next_ns = max(leadership.renew_ns, asked_ns + RETRY_NS)
+        self.at_clock(next_ns, self._campaign)
 
     def _on_campaign(
-        self, asked_ns: int, term: int, answer: tuple[bool, str, Snapshot | None]
+        self,
+        asked_ns: int,
+        leadership: Leadership | None,
+        answer: tuple[bool, str, Snapshot | None],
     ) -> None:
         elected, self.leader, snapshot = answer
-        lead_until_ns = asked_ns + self._own_ttl_ns
-        same_term = self.lessor is not None and self.lessor.term == term
+        same_term = self.leads and self._leadership is leadership
+        ttl_s = self.sim.weather.leader_ttl_ns // S
         if not elected:
             if same_term:
                 self.depose()
-        elif snapshot is None:
-            if same_term and self.lessor is not None and not self.lessor.deposed:
-                self.lessor.lead_until(lead_until_ns)
-            else:
-                # Its key outlived its term: nobody else may lead, and it does not either.
-                self.resign()
-        elif self.clock_ns() < lead_until_ns:
-            self.depose()
-            self._lead(snapshot, lead_until_ns)
+        elif snapshot is not None:
+            term = Leadership()
+            term.acknowledge(asked_ns, ttl_s)
+            if term.leads(self.clock_ns()):
+                self.depose()
+                self._leadership = term
+                self._lead(snapshot, term.until_ns)
+        elif same_term and self.lessor is not None:
+            self._leadership.acknowledge(asked_ns, ttl_s)
+            self.lessor.lead_until(self._leadership.until_ns)
+        else:
+            # Its key outlived its term: nobody else may lead, and it does not either.
+            self.resign()
 
     def _lead(self, snapshot: Snapshot, lead_until_ns: int | None) -> None:
         sim = self.sim

@@ -170,24 +170,11 @@ class _VouchesForWithdrawn(Retentions):
         return max(one.vouched_ns, self._session_vouched_ns)
 
 
-class _WithdrawsOnce(EngineSession):
-    """Says only once, not on every heartbeat, what it gives up."""
-
-    def _heartbeat(self, now_ns: int) -> lease_pb2.EngineSessionRequest:
-        request = super()._heartbeat(now_ns)
-        told: set[str] = self.__dict__.setdefault("_told", set())
-        fresh = [each for each in request.heartbeat.withdrawn if each.lease_id not in told]
-        told.update(each.lease_id for each in fresh)
-        del request.heartbeat.withdrawn[:]
-        request.heartbeat.withdrawn.extend(fresh)
-        return request
-
-
 class _WaitsTtlOnly(EngineSession):
     """Holds what it vouched for only as long as it is trusted."""
 
-    def _hold(self) -> None:
-        self.retentions.hold_for(self._session_ttl_ns)
+    def _hold_ns(self) -> int:
+        return self._session_ttl_ns
 
 
 # ---- lessor ----------------------------------------------------------------------------------
@@ -467,7 +454,6 @@ MUTANTS = (
     Mutant("D waits TTL only", Cores(session=_WaitsTtlOnly), "10"),
     Mutant("echo without term", Cores(lessor=_EchoWithoutTerm), "3"),
     Mutant("dead session revived", Cores(lessor=_RaisesTheDead), "4"),
-    Mutant("withdrawn once, not on every heartbeat", Cores(session=_WithdrawsOnce), "11"),
     Mutant("heartbeats vouch for what they give up", Cores(retentions=_VouchesForWithdrawn), "10"),
     Mutant("one stride too many", Cores(reader=_OneStrideMore), "S2"),
     Mutant("anyone's conversation", Cores(lessor=_AnyonesConversation), "S4"),

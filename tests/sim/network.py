@@ -21,6 +21,8 @@ class Network:
         self._random = world.random
         self._blocked: dict[tuple[str, str], int] = {}
         self.calm = False
+        self.fixed_ns: int | None = None
+        """Every message's delay, where a scenario sets it."""
         self._weather = weather
 
     def block(self, source: Node, target: Node, span_ns: int) -> None:
@@ -49,6 +51,8 @@ class Network:
     def delay_ns(self) -> int:
         """Draws the delay of one message."""
         weather = self._weather
+        if self.fixed_ns is not None:
+            return self.fixed_ns
         if self.calm:
             return MS + int(self._random.random() * 2 * MS)
         if weather.spike and self._random.random() < weather.spike:

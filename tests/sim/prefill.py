@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.digest import common_prefix_tokens
@@ -222,12 +222,8 @@ class Prefill(Node):
             list(answer.retention.groups[0].block_ids)[:count],
             answer.common_tokens,
         )
-        weather, random = self.sim.weather, self.sim.random
         for rank in self.ranks:
-            delay_ns = MS + int(random.random() * 5 * MS)
-            if self.sim.mishap(weather.late_posts):
-                delay_ns = int(random.random() * 2 * weather.longest_read_ns)
-            rank.after(delay_ns, rank.post, job)
+            rank.after(self.sim.post_delay_ns(), rank.post, job)
 
     def limit_ns(self, request: Request, read: Read) -> int:
         """Returns until when the ranks may use what they read."""
@@ -242,7 +238,7 @@ class Prefill(Node):
         read = self.reader.get(request.request_id)
         worst = max(job.outcomes)
         used = worst == COMPLETED and read is not None and not read.abandoned
-        self.reader.ended(request.request_id, lease_pb2.ReadOutcome.ValueType(worst), 1, 1)
+        self.reader.ended(request.request_id, cast("lease_pb2.ReadOutcome", worst), 1, 1)
         if used:
             self.sim.checkers.used(
                 job.transfers, request.prompt, request.key, job.common_tokens, request.lease_id
@@ -324,14 +320,14 @@ class Rank(Node):
 
     def post(self, job: ReadJob) -> None:
         """Starts the transfer of this rank's part."""
-        sim, weather = self._sim, self._sim.weather
+        sim = self._sim
         if not self.may_post(job):
             self.end(job, TOO_LONG)
             return
         source: Decode | None = sim.fabric.get(job.nixl_engine_id)
         kept = sim.checkers.of_lease(job.request.lease_id)
         assert kept is not None
-        if source is None or sim.mishap(weather.failing_reads):
+        if source is None or sim.mishap(sim.weather.failing_reads):
             self.after(10 * MS, self.end, job, FAILED)
             return
         window_ns = self._prefill.true_ns(job.limit_ns + 1) - 1
@@ -340,12 +336,9 @@ class Rank(Node):
         transfer = Transfer(kept, job.request.lease_id, self._prefill, window_ns, intact)
         job.transfers.append(transfer)
         sim.checkers.posted(transfer)
-        span_ns = MS + int(sim.random.random() * 30 * MS)
-        if sim.mishap(weather.slow_reads):
-            span_ns = int(sim.random.random() * 2 * weather.longest_read_ns)
         # Not an event of this process: the transfer goes on while it is paused.
         sim.world.push(
-            sim.world.now_ns + span_ns,
+            sim.world.now_ns + sim.transfer_ns(),
             None,
             self._complete,
             job,

@@ -43,12 +43,14 @@ class Conversation:
         if self.stopped:
             return
         random = self.sim.random
-        if self.sim.calm:
+        if self.sim.checkers.calm_from_ns is not None:
             span_ns = 300 * MS + int(random.random() * 500 * MS)
+        elif self.sim.calm:
+            span_ns = S + int(random.random() * 4 * S)
         else:
             span_ns = int(random.expovariate(1.0) * self.sim.weather.think_ns) + 50 * MS
         if self.sim.chance(0.1):
-            self.sim.router.keep_alive(self, self.sim.random.choice((None, S, 10 * S)))
+            self.sim.router.keep_alive(self, self.sim.random.choice((None, 3 * S, 10 * S)))
         self.sim.world.push(self.sim.world.now_ns + span_ns, None, self.take_turn)
 
     def take_turn(self) -> None:
@@ -102,7 +104,7 @@ class Router(Node):
     def tell(self, serve: Callable[[Any], object]) -> None:
         """Sends something whose answer changes nothing."""
         service = self.sim.services[self.lead % len(self.sim.services)]
-        self.ask(service, lambda: serve(service), lambda answer: None)
+        self.sim.network.send(self, service, serve, service)
 
     def ask(
         self, service: Any, serve: Callable[[], object], on_answer: Callable[[Any], None]

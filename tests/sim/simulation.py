@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from sim.lease_service import LeaseService
     from sim.prefill import Prefill
 
-_CALM_TURNS_NS = 5 * S
+_CALM_TURNS_NS = 4 * S
 
 
 class Simulation:
@@ -48,30 +49,30 @@ class Simulation:
         self.gone: list[Node] = []
         self.services: list[LeaseService] = []
         self.etcd: Etcd | None = None
-        if weather.services > 1:
-            self.etcd = Etcd(self.world, weather, self._drift_ppm())
+        if weather.services > 1 and weather.elected:
+            self.etcd = Etcd(self.world, weather, self.clock("etcd")[0])
         for index in range(weather.services):
-            self.services.append(cores.service(self, f"l{index}", *self._clock()))
+            self.services.append(cores.service(self, f"l{index}", *self.clock(f"l{index}")))
         self.decodes: list[Decode] = [
-            cores.decode(self, f"d{index}", f"d{index}", *self._clock())
+            cores.decode(self, f"d{index}", f"d{index}", *self.clock(f"d{index}"))
             for index in range(weather.decodes)
         ]
         self.prefills: list[Prefill] = [
-            cores.prefill(self, f"p{index}", *self._clock()) for index in range(weather.prefills)
+            cores.prefill(self, f"p{index}", *self.clock(f"p{index}"))
+            for index in range(weather.prefills)
         ]
-        self.router = Router(self, "r", *self._clock())
+        self.router = Router(self, "r", *self.clock("r"))
         self.conversations = [
             Conversation(self, "ab"[index % 2], f"c{index // 2}")
             for index in range(weather.conversations)
         ]
 
-    def _drift_ppm(self) -> int:
+    def clock(self, name: str) -> tuple[int, int]:
+        """Draws a node's clock: its drift in parts per million, and where it started."""
         most = self.weather.drift_percent * 10_000
         # The ends are where the rules are tight.
-        return self.random.choice((-most, most, self.random.randint(-most, most)))
-
-    def _clock(self) -> tuple[int, int]:
-        return self._drift_ppm(), self.random.randrange(1, 1000) * S
+        drift_ppm = self.random.choice((-most, most, self.random.randint(-most, most)))
+        return drift_ppm, self.random.randrange(1, 1000) * S
 
     # ---- what roles share ----------------------------------------------------------------
 
@@ -82,6 +83,18 @@ class Simulation:
     def mishap(self, probability: float) -> bool:
         """Draws; True that often, but never once the world is healed."""
         return bool(probability) and not self.calm and self.random.random() < probability
+
+    def post_delay_ns(self) -> int:
+        """Draws how long a rank takes to post its part of a read."""
+        if self.mishap(self.weather.late_posts):
+            return int(self.random.random() * 2 * self.weather.longest_read_ns)
+        return MS + int(self.random.random() * 5 * MS)
+
+    def transfer_ns(self) -> int:
+        """Draws how long a transfer takes."""
+        if self.mishap(self.weather.slow_reads):
+            return int(self.random.random() * 3 * self.weather.longest_read_ns)
+        return MS + int(self.random.random() * 30 * MS)
 
     def follow(self, node: Any, error: Exception) -> None:
         """A client learns from an error whom to ask next."""
@@ -107,13 +120,15 @@ class Simulation:
     def add_twin(self, decode: Decode) -> None:
         """Starts a new process under the engine's id, beside the old one."""
         self.twins[decode.engine_id] = decode
-        twin = self.cores.decode(self, decode.name + "t", decode.engine_id, *self._clock())
+        twin = self.cores.decode(
+            self, decode.name + "t", decode.engine_id, *self.clock(decode.name)
+        )
         self.decodes.append(twin)
 
     def leader(self) -> LeaseService | None:
         """Returns the lease service that leads as etcd has it."""
         if self.etcd is None:
-            return self.services[0]
+            return self.services[0] if len(self.services) == 1 else None
         return next((each for each in self.services if each.name == self.etcd.leader), None)
 
     def latest(self, named: tuple[str, str]) -> Kept | None:
@@ -173,12 +188,12 @@ class Simulation:
         leader_ns = 0
         if self.etcd is not None:
             leader_ns = int(1.5 * k * weather.leader_ttl_ns) + S
+        spike_ns = weather.spike_ns if weather.spike else 0
         silence_ns = int(k * weather.ttl_ns) + OPEN_TIMEOUT_NS + 2 * S
-        world.run(
-            world.now_ns + weather.spike_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns
-        )
-        self._check_registered()
-        self.checkers.calm_from_ns = world.now_ns
+        world.run(world.now_ns + spike_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns)
+        if weather.elected:
+            self._check_registered()
+            self.checkers.calm_from_ns = world.now_ns
         world.run(world.now_ns + _CALM_TURNS_NS)
         self._stop_clients()
         most_ns = weather.max_hold_ns + weather.idle_ns + 4 * self.checkers.hold_ns + 20 * S
@@ -193,8 +208,10 @@ class Simulation:
         leader = self.leader()
         if leader is None or leader.lessor is None:
             raise Violation("L1", "no lease service leads")
-        for asker in (*self.prefills, self.router):
-            asker.lead = self.services.index(leader)  # their sessions have told them by now
+        # Their sessions, or an earlier answer, have told them by now.
+        self.router.lead = self.services.index(leader)
+        for prefill in self.prefills:
+            prefill.lead = self.router.lead
         views = leader.lessor.list_engines(leader.clock_ns())
         known = {view.engine_id for view in views}
         for decode in self.decodes:
@@ -212,15 +229,17 @@ class Simulation:
     def counts(self) -> dict[str, int]:
         """Returns all that must become zero."""
         counts: dict[str, int] = {}
-        for node in (*self.decodes, *self.prefills):
+        nodes: list[Decode | Prefill] = [*self.decodes, *self.prefills]
+        for node in nodes:
             for name, count in node.counts().items():
                 counts[f"{node.name} {name}"] = count
         leader = self.leader()
-        if leader is not None and leader.lessor is not None:
-            views = leader.lessor.list_leases(
-                engine_id="", key=None, after="", count_max=100, now_ns=leader.clock_ns()
-            )
-            counts[f"{leader.name} leases"] = len(views)
+        for service in self.services if leader is None else [leader]:
+            if service.lessor is not None:
+                views = service.lessor.list_leases(
+                    engine_id="", key=None, after="", count_max=100, now_ns=service.clock_ns()
+                )
+                counts[f"{service.name} leases"] = len(views)
         counts["turns"] = sum(conversation.busy for conversation in self.conversations)
         return counts
 
@@ -253,8 +272,6 @@ def run_seed(seed: int, cores: Cores | None = None, *, traced: bool = False) -> 
             sim.run()
         except Violation as violation:
             failure = f"at {sim.world.now_ns / S:.6f} s: {violation}"
-        except Exception as error:  # a core that raises what it should not has failed too
-            if not traced and cores == Cores():
-                raise
-            failure = f"at {sim.world.now_ns / S:.6f} s: {type(error).__name__}: {error}"
+        except Exception:  # a core that raises what it should not has failed too
+            failure = f"at {sim.world.now_ns / S:.6f} s: {traceback.format_exc(limit=-5)}"
     return Outcome(seed, weather, sim.checkers.count, sim.world.events, failure, sim.world.log)

@@ -44,6 +44,8 @@ class Weather:
     """KV blocks of a decode engine."""
     services: int = 2
     """Lease services; with one, there is no election and the store dies with it."""
+    elected: bool = True
+    """False: each of the services takes itself for the leader, for ever."""
     leader_ttl_ns: int = 3 * S
     """TTL of the leader's key in etcd."""
     chaos_ns: int = 40 * S
@@ -129,15 +131,16 @@ def weather_of(random: Random) -> Weather:
     faults = tuple(kind for kind in FAULTS if kind in kinds)
     if profile == "reconnects":
         faults += ("break", "half_open", "break", "half_open", "depose")
-    max_hold_ns = random.choice((12, 20, 30, 60)) * S
+    max_hold_ns = random.choice((10, 15, 25)) * S
     services = random.choice((1, 2, 2, 3))
     return Weather(
         profile=profile,
         ttl_ns=ttl_ns,
+        question_ns=random.choice((50 * MS, 50 * MS, 500 * MS, 800 * MS)),
         heartbeat_ns=ttl_ns // random.choice((4, 5)),
         longest_read_ns=longest_read_ns,
         policy=random.choice((Policy.IDLE, Policy.IDLE, Policy.PRESSURE, Policy.FIXED_TTL)),
-        idle_ns=min(max_hold_ns, random.choice((3, 8, 15)) * S),
+        idle_ns=min(max_hold_ns, random.choice((3, 6, 10)) * S),
         max_hold_ns=max_hold_ns,
         drift_percent=drift_percent,
         decodes=random.choice((1, 2, 2)),
@@ -146,8 +149,10 @@ def weather_of(random: Random) -> Weather:
         conversations=random.choice((2, 3, 4)),
         blocks=random.choice((24, 40, 80)),
         services=services,
+        elected=services == 1 or random.random() < 0.85,
         leader_ttl_ns=random.choice((2, 3, 5)) * S,
-        think_ns=random.choice((500 * MS, S, 2 * S, 4 * S)),
+        chaos_ns=random.choice((12, 16, 24)) * S,
+        think_ns=random.choice((S, 2 * S, 4 * S)),
         delay_ns=random.choice((MS, 2 * MS, 10 * MS)),
         spike=perhaps(0.4, random.choice((0.01, 0.05))),
         spike_ns=random.choice((S, 3 * S, 6 * S)),
@@ -162,5 +167,5 @@ def weather_of(random: Random) -> Weather:
         aborts=perhaps(0.5, random.choice((0.1, 0.3))),
         stale_leases=perhaps(0.5, random.choice((0.1, 0.3))),
         faults=faults,
-        fault_every_ns=random.choice((S, 2 * S, 4 * S)),
+        fault_every_ns=random.choice((S // 2, S, 2 * S)),
     )

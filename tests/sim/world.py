@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 MS = 1_000_000
 S = 1_000_000_000
 _PPM = 1_000_000
+EVENTS_MAX = 200_000
+"""More than any world needs."""
 
 
 class Violation(Exception):
@@ -58,6 +60,8 @@ class World:
                     self.push(node.paused_until_ns, node, action, *args)
                     continue
             self.events += 1
+            if self.events > EVENTS_MAX:
+                raise Violation("L3", "the world goes round in circles")
             if self.log is not None:
                 name = "world" if node is None else node.name
                 self.log.append(f"{t_ns / S:11.6f} {name:>4} {action.__name__}")
