@@ -180,10 +180,11 @@ class DecodeScheduler(LeasedScheduler):
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> NixlConnectorMetadata:
         """As stock's; once a step, frees what may go and asks for more if memory is short."""
         self._step += 1
+        now_ns = boottime_ns()
         for number, outlook in self._client.take_outlooks():
             if number in self._held:
                 self._held[number].outlook = outlook
-                self._victims.outlook(number, outlook)
+                self._victims.outlook(number, outlook, now_ns)
         self._return_blocks()
         self._give_way()
         return super().build_connector_meta(scheduler_output)
@@ -270,7 +271,7 @@ class DecodeScheduler(LeasedScheduler):
         in_flight = request.num_in_flight_tokens > 0
         self._held[self._numbers] = Held(blocks, self._step + IN_FLIGHT_STEPS * in_flight)
         self._retained_blocks += len(blocks)
-        self._victims.retained(self._numbers, len(blocks), token_count, turn.turn, boottime_ns())
+        self._victims.retained(self._numbers, len(blocks), turn.turn, boottime_ns())
         assert turn.conversation is not None
         self._client.retain(
             self._numbers,
