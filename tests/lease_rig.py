@@ -15,11 +15,13 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
-from etcd_server import until
+from etcd_server import EtcdServer, until
 
+from kvturn.lease_channels import error_info
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_cli.leash import die_with_parent
 from kvturn_cli.ports import HOST, pick_free
@@ -40,6 +42,10 @@ T = TypeVar("T")
 SESSION_TTL_S = 1.0
 HEARTBEAT_S = 0.25
 LONGEST_READ_S = 0.4
+LEADERSHIP_S = 2
+OUTLIVING = "--session-ttl=3"
+OUTLIVING_HOLD_S = 3.47
+"""With this flag decode holds its retentions for longer than a failover takes."""
 HOLD_S = 1.43
 """K*(TTL + R), and what an engine's next look at its holds may add."""
 HOLD_SLACK_S = 0.3
@@ -55,6 +61,8 @@ SCOPE = Scope(tenant="t", model="m")
 UNREACHABLE = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
 GUARD_S = 20.0
 _taken: set[int] = set()
+_threads = ThreadPoolExecutor(32, "lease-rig")
+"""Calls that wait for a frozen service hold up no others."""
 
 
 def conversation(name: str) -> common_pb2.ConversationKey:
@@ -103,16 +111,19 @@ class LeaseProcess:
         """Tells whether it answers, as leader or not."""
         assert self._process is not None
         assert self._process.poll() is None, self.log.read_text()[-2_000:]
-        return await self.leads() is not None
+        return bool(await self.stance())
 
-    async def leads(self) -> bool | None:
-        """Tells whether it leads; None if it does not answer."""
+    async def stance(self) -> str:
+        """Returns "LEADS", the reason of its refusal, or "" if it does not answer."""
         try:
             await self.call("ListEngines", lease_pb2.ListEnginesRequest())
         except grpc.RpcError as error:
-            by_itself = "grpc-status-details-bin" in dict(error.trailing_metadata() or ())
-            return False if by_itself else None
-        return True
+            return error_info(error)[0]  # type: ignore[arg-type]
+        return "LEADS"
+
+    async def leads(self) -> bool:
+        """Tells whether it leads."""
+        return await self.stance() == "LEADS"
 
     async def call(self, method: str, request: Any, timeout_s: float = 1.0) -> Any:
         """Makes one call over a connection of its own.
@@ -120,7 +131,8 @@ class LeaseProcess:
         On a thread: grpc.aio shares one queue among all event loops of a process, and each
         engine here has one.
         """
-        return await asyncio.to_thread(self._call, method, request, timeout_s)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_threads, self._call, method, request, timeout_s)
 
     def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         options = (("grpc.use_local_subchannel_pool", 1),)
@@ -151,6 +163,11 @@ class LeaseProcess:
             self._process.wait()
             self._process = None
 
+    def terminate(self) -> None:
+        """Asks it to stop in order; does not wait."""
+        assert self._process is not None
+        self._process.terminate()
+
     def freeze(self) -> None:
         """Stops it in the middle of whatever it does."""
         assert self._process is not None
@@ -160,6 +177,42 @@ class LeaseProcess:
         """Lets a frozen one go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
+
+
+@contextlib.asynccontextmanager
+async def lease_cluster(
+    folder: Path, etcd: EtcdServer, *more: str, count: int = 2
+) -> AsyncIterator[list[LeaseProcess]]:
+    """Runs so many lease services on one etcd; the first that leads comes first."""
+    secret = folder / "secret"
+    secret.write_text("0123456789abcdef0123456789abcdef")
+    flags = (
+        f"--store=etcd://{etcd.endpoint}",
+        f"--leadership={LEADERSHIP_S}",
+        f"--secret-file={secret}",
+        *more,
+    )
+    services = [LeaseProcess(folder, *flags, name=f"lease{index}") for index in range(count)]
+    async with contextlib.AsyncExitStack() as stack:
+        for service in services:
+            service.launch()
+            stack.callback(service.kill)
+        for service in services:
+            await until(service.listens, GUARD_S)
+        first = await leader_of(services)
+        yield [first, *(service for service in services if service is not first)]
+
+
+async def leader_of(services: Sequence[LeaseProcess]) -> LeaseProcess:
+    """Returns the one that leads, as soon as one does."""
+    found: list[LeaseProcess] = []
+
+    async def look() -> bool:
+        found.extend([service for service in services if await service.leads()])
+        return bool(found)
+
+    await until(look, GUARD_S)
+    return found[0]
 
 
 async def lease_of(services: Sequence[LeaseProcess], name: str, timeout_s: float = GUARD_S) -> str:

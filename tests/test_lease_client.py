@@ -136,7 +136,8 @@ class Service(lease_pb2_grpc.LeaseServiceServicer, health_pb2_grpc.HealthService
     ) -> health_pb2.HealthCheckResponse:
         assert request.service == "kvturn.v1.LeaseService"
         states = health_pb2.HealthCheckResponse
-        return states(status=states.NOT_SERVING if self.refusal else states.SERVING)
+        leads = not self.refusal or self.code is not grpc.StatusCode.UNAVAILABLE
+        return states(status=states.SERVING if leads else states.NOT_SERVING)
 
     def _refuse(self, context: grpc.ServicerContext) -> None:
         if self.refusal:
@@ -754,6 +755,22 @@ def test_question_without_a_leader_has_a_verdict(
         client.ask(question())
         assert answer_to(client) == verdict
         assert (service.questions.qsize(), another.questions.qsize()) == (1, 1)
+
+
+def test_while_nobody_leads_what_is_held_runs_out(service: Service) -> None:
+    """Standbys that answer are told nothing: a Register would vouch for it, again and again."""
+    clock, engine = Clock(), engine_session()
+    service.refusal = "STORE_UNAVAILABLE"
+    with running(service.port, clock=clock, session=engine) as client:
+        retain(client, 1)
+        until(lambda: len(engine.retentions) == 1)
+        clock.ahead_ns += engine.hold_after_vouch_ns
+        assert freed_numbers(client, 1) == [1]
+        assert service.refused.empty()
+        assert service.streams.empty()
+        service.refusal = ""
+        service.session()
+        until(lambda: client.registered)
 
 
 def test_session_moves_to_the_leader_that_deposed_its_own(

@@ -303,9 +303,7 @@ class LeaseClient:
     async def _one_session(self, endpoint: str) -> None:
         """Holds a session for as long as no other endpoint is known to lead."""
         channel = self._channels.connect(endpoint)
-        stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
-        call = stub.EngineSession()  # type: ignore[call-arg]
-        session = asyncio.create_task(self._hold_session(endpoint, call))
+        session = asyncio.create_task(self._hold_session(endpoint, channel))
         moved = asyncio.create_task(self._channels.another_leads(endpoint))
         try:
             await asyncio.wait((session, moved), return_when=asyncio.FIRST_COMPLETED)
@@ -316,15 +314,18 @@ class LeaseClient:
             session.cancel()
             moved.cancel()
             await asyncio.gather(session, moved, return_exceptions=True)
-            call.cancel()
             await channel.close(None)
 
-    async def _hold_session(self, endpoint: str, call: SessionCall) -> None:
+    async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:
+        problem = await self._channels.check(endpoint, channel)
+        if problem:
+            raise ConnectionError(problem)
+        stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
+        call = stub.EngineSession()  # type: ignore[call-arg]
         async with asyncio.timeout(OPEN_TIMEOUT_S):
-            await call.wait_for_connection()
             self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
             # Not before: from here on all that is held counts as vouched for, and without a
-            # lease service that must run out.
+            # lease service that leads it must run out.
             await call.write(self._session.open(self._clock()))
         writer = asyncio.create_task(self._write(call))
         watch = asyncio.create_task(self._read(endpoint, call))

@@ -205,26 +205,38 @@ class LeaseChannels:
         """Asks the endpoint who it is; one that was silent over a new connection."""
         old = self._channels[endpoint]
         channel = _connect(endpoint) if self.leader.is_silent(endpoint) else old
+        try:
+            await self.check(endpoint, channel)
+        finally:
+            if channel is not old:
+                self._replace(endpoint, channel)
+
+    async def check(self, endpoint: str, channel: grpc.aio.Channel) -> str:
+        """Asks the endpoint over this channel whether it leads; "" if it does, else what it does.
+
+        One without a health service is taken at its word when it is asked something.
+        """
         asked_ns = self._clock_ns()
         try:
-            check = channel.unary_unary(_HEALTH_CHECK, bytes, bytes)
-            serving = await check(_HEALTH_QUESTION, timeout=PROBE_TIMEOUT_S)
+            health = channel.unary_unary(_HEALTH_CHECK, bytes, bytes)
+            serving = await health(_HEALTH_QUESTION, timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
+            found = f"{error.code().name}: {error.details()}"
             if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
+                found = ""
                 self.leader.answers(endpoint, self._clock_ns())
             elif error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
                 self.leader.silent(endpoint, asked_ns)
             else:
                 self.leader.lost(endpoint)
         else:
-            if serving == _SERVING:
-                self.leader.claims(endpoint, self._clock_ns())
-            else:
+            found = "" if serving == _SERVING else "it does not lead"
+            if found:
                 self.leader.stands_by(endpoint, "", self._clock_ns())
-        finally:
-            if channel is not old:
-                self._replace(endpoint, channel)
+            else:
+                self.leader.claims(endpoint, self._clock_ns())
         self._note()
+        return found
 
     def _replace(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         """Takes the new channel if it brought more than silence; closes the other."""
