@@ -31,7 +31,7 @@ class EtcdTerms:
         ttl_s: int = 60,
         records_per_lease_max: int = 1_000,
         conversations_max: int = 100_000,
-        waiting_max: int = 65_536,
+        waiting_max: int = 131_072,
         timeout_s: float = 2.0,
         secret: bytes = b"cluster secret",
     ) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import secrets
 import time
@@ -50,14 +51,16 @@ if TYPE_CHECKING:
 
 OPERATIONS_MAX = 128
 """etcd's own limit of one transaction."""
-WAITING_MAX = 65_536
+WAITING_MAX = 131_072
 """Conversations whose records wait for etcd; changes of more are dropped."""
 _TIMEOUT_S = 2.0
 _PAUSE_S_MIN = 0.1
 _PAUSE_S_MAX = 1.0
 _RENEWALS_AT_ONCE = 64
-_PAGE_KEYS = 250  # some 3 ms of work; questions wait no longer for it
+_PAGE_KEYS = 2_000  # few pages, because for each etcd counts all keys that follow
+_KEYS_PER_STEP = 200  # some 2 ms of work; questions wait no longer for it
 _CLOSE_S = 0.5
+_ENTRIES_KEPT = 4_096
 
 logger = logging.getLogger("kvturn.store")
 
@@ -85,6 +88,15 @@ class _Entry:
     engine_id: str
     value: bytes | None
     """None: nothing."""
+
+
+_NOTHING = _Entry("", None)
+
+
+@functools.lru_cache(maxsize=_ENTRIES_KEPT)
+def _entry_of(record: ConversationRecord) -> _Entry:
+    """Returns the entry of a conversation; those of an engine are few and share it."""
+    return _Entry(record.engine_id, conversation_value(record))
 
 
 class Recollection:
@@ -183,11 +195,10 @@ class EtcdStore:
                     self._wake_keeper.set()
                 case ConversationChanged(key, conversation):
                     self._recollection.forget(key)
-                    entry = _Entry(conversation.engine_id, conversation_value(conversation))
-                    self._note(self._keys.conversation(key), entry)
+                    self._note(self._keys.conversation(key), _entry_of(conversation))
                 case ConversationForgotten(key):
                     self._recollection.forget(key)
-                    self._note(self._keys.conversation(key), _Entry("", None))
+                    self._note(self._keys.conversation(key), _NOTHING)
                 case SessionClosed():
                     pass  # its leases run out unless it comes back
 
@@ -389,9 +400,10 @@ class EtcdStore:
         pages = self._client.list_prefix(ours, self._timeout_s, _PAGE_KEYS)
         async with contextlib.aclosing(pages):
             async for kvs, _ in pages:
-                for kv in kvs:
+                for index, kv in enumerate(kvs):
                     self._take_over(kv)
-                await asyncio.sleep(0)  # let questions through
+                    if index % _KEYS_PER_STEP == 0:
+                        await asyncio.sleep(0)
 
     def _take_over(self, kv: etcd_pb2.KeyValue) -> None:
         tag, record = self._keys.tag_of(kv.key), conversation_record(kv.value)
@@ -400,4 +412,4 @@ class EtcdStore:
         if kv.key in self._waiting:
             return  # this term knows better
         if tag is None or record is None or not self._recollection.add(tag, record):
-            self._note(kv.key, _Entry("", None))
+            self._note(kv.key, _NOTHING)
