@@ -238,6 +238,16 @@ class _RegisterProvesLife(Lessor):
         engine.session.proven = True
 
 
+class _RegisterFences(Lessor):
+    """Fences an engine's last incarnation for ever on a Register that proves nothing."""
+
+    def register(self, session_id: SessionId, *args: Any, **kwargs: Any) -> None:
+        super().register(session_id, *args, **kwargs)
+        engine = self._engines.get(session_id.engine_id)
+        assert engine is not None
+        self._engines.fence_displaced(engine)
+
+
 class _NoTrustCheck(Lessor):
     """Applies what an engine says however late it comes."""
 
@@ -429,6 +439,7 @@ MUTANTS = (
     Mutant("notify-only without a grant", Cores(prefill=_NotifyWithoutGrant), "16"),
     Mutant("trust counted from receipt", Cores(lessor=_TrustsFromReceipt), "4"),
     Mutant("Register proves life", Cores(lessor=_RegisterProvesLife), "4"),
+    Mutant("Register fences for ever", Cores(lessor=_RegisterFences), "4"),
     Mutant("Register not counted for (c)", Cores(retentions=_RegisterVouchesNot), "10"),
     Mutant("no trust check before applying a heartbeat", Cores(lessor=_NoTrustCheck), "4"),
     Mutant("no session number", Cores(lessor=_NoSessionNumber), "2"),

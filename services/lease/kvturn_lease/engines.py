@@ -87,11 +87,28 @@ class Engines:
         return engine
 
     def replace_incarnation(self, engine: Engine, incarnation: str) -> None:
-        """Fences the engine's incarnation, for ever, in favour of a new one."""
-        engine.fenced.append(engine.incarnation)
+        """Puts a new incarnation in the place of the engine's.
+
+        Which of the two is the newer process is not known yet: a Register may have been on its
+        way for longer than its process lived. So the old one may come back until fence_displaced().
+        """
+        engine.displaced.append(engine.incarnation)
+        if incarnation in engine.displaced:
+            engine.displaced.remove(incarnation)
         del self._by_incarnation[engine.incarnation]
         engine.incarnation = incarnation
         self._by_incarnation[incarnation] = engine
+
+    def fence_displaced(self, engine: Engine) -> bool:
+        """Fences, for ever, what the engine's incarnation replaced; False if there is nothing.
+
+        Call it when the incarnation has shown that it lives.
+        """
+        if not engine.displaced:
+            return False
+        engine.fenced.extend(engine.displaced)
+        engine.displaced.clear()
+        return True
 
     def leave(self, engine: Engine) -> None:
         """Notes that the engine has no session any more."""

@@ -8,8 +8,10 @@ read *after* the event it judges, and never less than before. What has to be don
 `expire()` being on time: each method looks at the deadlines it depends on first.
 
 An *engine* (session.py) registers under a session (engine id, incarnation, number) and brings
-all that it retains. A newer session fences the older one; a new incarnation fences the old one
-for ever. The *lessor's term* is new with each process: state of another term is unknown to it.
+all that it retains. A newer session fences the older one; a new incarnation takes the old one's
+place and, once it has echoed a message, fences it for ever: a Register may be on its way for longer
+than its process lives. The *lessor's term* is new with each process: state of another term is
+unknown to it.
 
 A *lease* (lease.py) goes ACTIVE -> READING -> ENDING -> gone, or ACTIVE -> ENDING -> gone:
 
@@ -291,6 +293,8 @@ class Lessor:
         if echo_term == self.term and echo_sequence > 0:  # another term's is not our message
             session.echo(echo_sequence, self.config.session_ttl_ns)
             _strike_received(engine.releasing, echo_sequence)
+            if self._engines.fence_displaced(engine):
+                self._record_session(engine)
             self._effects.append(Record(SessionKept(engine.engine_id)))
             self._arm_engine(engine)
         for lease_id, reason in withdrawn:

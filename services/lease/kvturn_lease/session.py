@@ -115,6 +115,7 @@ class Engine:
 
     __slots__ = (
         "active_count",
+        "displaced",
         "engine_id",
         "fenced",
         "forget_ns",
@@ -137,6 +138,8 @@ class Engine:
         """Highest session number of this incarnation."""
         self.fenced: deque[str] = deque(maxlen=FENCED_INCARNATIONS_MAX)
         """Incarnations that this one replaced; they never come back."""
+        self.displaced: deque[str] = deque(maxlen=FENCED_INCARNATIONS_MAX)
+        """Incarnations in whose place this one registered and has not yet shown that it lives."""
         self.info = EngineInfo("", False, b"", b"")
         self.session: Session | None = None
         self.leases: dict[int, Lease] = {}
