@@ -11,7 +11,7 @@ to return within the range of those that reach it, learned from this engine's ow
 that was consumed returned; one that went idle left; one that ended in any other way, or got another
 outlook, shows no more than that it had not returned by then. Turns are told apart by one factor
 each on the chances of all ranges: how many of them returned, over how many would have if all turns
-were alike. What is not known yet is taken from the priors below, which fade as ends are counted.
+were alike. What is not known yet is taken from the priors, which fade as ends are counted.
 
 The worth of an age is the best that waiting can give: over all horizons, the chance to return
 before the horizon divided by the time that it is held until then. So a retention too young to
@@ -27,6 +27,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -45,19 +46,49 @@ ENDS_PER_REVIEW = 128
 LEARNED_MAX = 20_000
 """Ends that count; past it all are halved, so that what is learned follows the traffic."""
 
-RETURN_SHARES = {Outlook.NORMAL: 0.33, Outlook.EXPECTED: 0.9, Outlook.IDLE: 0.1}
-"""Prior: which share of the retentions that keep an outlook returns in the end."""
-RETURN_MEDIAN_S, RETURN_SIGMA = 100.0, 1.0
-"""Prior: half of them within 100 s, spread log-normally."""
-LEAVE_CHANCE = 0.02
-"""Prior: the chance to go idle within one range."""
-TURN_FACTORS = (1.0, 0.8, 1.3, 1.7, 2.0, 2.2, 2.5)
-"""Prior: the factor of each turn; 0 stands for unknown, the last for all later ones."""
-CHANCE_WEIGHT, FACTOR_WEIGHT = 20.0, 10.0
-"""How many retentions, and returns, the priors count for."""
 ASKED_FOR_NS = 30_000_000_000
 """One that is read so soon after it became expected was: because its turn had begun."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priors:
+    """What is assumed of returns before any were seen."""
+
+    return_share_normal: float = 0.33
+    """Share that returns in the end of those that nothing is known of."""
+    return_share_expected: float = 0.9
+    """The same of those that keep being expected."""
+    return_share_idle: float = 0.1
+    """The same of those that are idle."""
+    return_median_s: float = 100.0
+    """Half of those that return have done so by then."""
+    return_sigma: float = 1.0
+    """Spread of the logarithm of the time to return, which is taken to be normal."""
+    leave_chance: float = 0.02
+    """Chance to go idle within one range of ages."""
+    turn_factors: tuple[float, ...] = (1.0, 0.8, 1.3, 1.7, 2.0, 2.2, 2.5)
+    """Factor of each turn; the first one of an unknown turn, the last one of all later turns."""
+    chance_weight: float = 20.0
+    """How many retentions the chances above count for."""
+    factor_weight: float = 10.0
+    """How many returns the factors above count for."""
+
+    def return_share(self, outlook: Outlook) -> float:
+        """Returns the share of an outlook."""
+        if outlook == Outlook.IDLE:
+            return self.return_share_idle
+        expected = outlook == Outlook.EXPECTED
+        return self.return_share_expected if expected else self.return_share_normal
+
+    def returned_by(self, outlook: Outlook, age_s: float) -> float:
+        """Returns the share that has returned by an age."""
+        if age_s == 0:
+            return 0.0
+        deviations = math.log(age_s / self.return_median_s) / self.return_sigma
+        return self.return_share(outlook) * (1 + math.erf(deviations / math.sqrt(2))) / 2
+
+
+PRIORS = Priors()
 _SECOND_NS = 1_000_000_000
 _CHANCE_MAX = 0.99
 _ORDER = {Outlook.IDLE: 0, Outlook.NORMAL: 1, Outlook.EXPECTED: 2}
@@ -92,8 +123,13 @@ class _Kept:
 class _History:
     """What became of retentions while they had one outlook, by range of ages."""
 
-    def __init__(self, return_share: float) -> None:
-        self._prior_chances = _prior_chances(return_share)
+    def __init__(self, priors: Priors, outlook: Outlook) -> None:
+        self._priors = priors
+        returned = [priors.returned_by(outlook, _start_s(each)) for each in range(RANGES + 1)]
+        self._prior_chances = [
+            (by_end - by_start) / (1 - by_start)
+            for by_start, by_end in itertools.pairwise(returned)
+        ]
         self.entered = [0.0] * RANGES
         self.returned = [0.0] * RANGES
         self.left = [0.0] * RANGES
@@ -111,13 +147,14 @@ class _History:
         """
         self.return_chances = [0.0] * RANGES
         self.leave_chances = [0.0] * RANGES
+        weight = self._priors.chance_weight
         later = 0.0  # How many came through the range, out of those that were there before it.
         for each in reversed(range(RANGES)):
             returned, left = self.returned[each], self.left[each]
             ends = returned + left + self.stopped[each]
-            at_risk = later + ends / 2 + CHANCE_WEIGHT
-            hits = returned + CHANCE_WEIGHT * self._prior_chances[each]
-            leaves = left + CHANCE_WEIGHT * LEAVE_CHANCE
+            at_risk = later + ends / 2 + weight
+            hits = returned + weight * self._prior_chances[each]
+            leaves = left + weight * self._priors.leave_chance
             self.return_chances[each] = min(hits / (at_risk + returned / 2), _CHANCE_MAX)
             self.leave_chances[each] = min(leaves / (at_risk + left / 2), _CHANCE_MAX)
             later += ends - self.entered[each]
@@ -149,13 +186,14 @@ class Victims:
     limits their number. Unknown numbers are let pass everywhere.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, priors: Priors = PRIORS) -> None:
+        self._priors = priors
         self._kept: dict[int, _Kept] = {}
         # (order of the outlook, turn, range) -> numbers, about the oldest first.
         self._cells: dict[tuple[int, int, int], OrderedDict[int, None]] = {}
-        self._histories = {each: _History(RETURN_SHARES[each]) for each in Outlook}
-        self._returned = [0.0] * len(TURN_FACTORS)
-        self._due = [0.0] * len(TURN_FACTORS)
+        self._histories = {each: _History(priors, each) for each in Outlook}
+        self._returned = [0.0] * len(priors.turn_factors)
+        self._due = [0.0] * len(priors.turn_factors)
         self._learned = 0.0
         self._ends_to_review = ENDS_PER_REVIEW
         self._worths: dict[tuple[int, int], list[float]] = {}
@@ -168,7 +206,7 @@ class Victims:
         assert number not in self._kept
         assert blocks > 0
         assert turn >= 0
-        kept = _Kept(blocks, min(turn, len(TURN_FACTORS) - 1), now_ns)
+        kept = _Kept(blocks, min(turn, len(self._priors.turn_factors) - 1), now_ns)
         self._kept[number] = kept
         self._put(number, kept, 0)
 
@@ -248,8 +286,9 @@ class Victims:
         return order, worths[age_range], -age_range
 
     def _factor(self, turn: int) -> float:
-        returned = self._returned[turn] + FACTOR_WEIGHT * TURN_FACTORS[turn]
-        return returned / (self._due[turn] + FACTOR_WEIGHT)
+        weight = self._priors.factor_weight
+        returned = self._returned[turn] + weight * self._priors.turn_factors[turn]
+        return returned / (self._due[turn] + weight)
 
     def _move(self, now_ns: int) -> None:
         """Brings retentions that grew older into the cells of their age, the oldest first."""
@@ -317,16 +356,3 @@ def _start_s(age_range: int) -> float:
 
 
 _WIDTHS_S = [_start_s(each + 1) - _start_s(each) for each in range(RANGES)]
-
-
-def _prior_chances(return_share: float) -> list[float]:
-    """Returns for each range the chance that what reaches it returns within it, by the priors."""
-
-    def returned_by(age_s: float) -> float:
-        if age_s == 0:
-            return 0.0
-        deviations = math.log(age_s / RETURN_MEDIAN_S) / RETURN_SIGMA
-        return return_share * (1 + math.erf(deviations / math.sqrt(2))) / 2
-
-    by_start = [returned_by(_start_s(each)) for each in range(RANGES + 1)]
-    return [(by_end - before) / (1 - before) for before, by_end in itertools.pairwise(by_start)]
