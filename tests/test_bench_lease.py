@@ -21,11 +21,16 @@ def bench(*args: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def first_cells(document: str, title: str) -> list[str]:
-    """Returns the first cell of each row of a section's table, without the head."""
-    section = re.split("^## ", document.partition(f"## {title}")[2], flags=re.MULTILINE)[0]
+def first_rows(text: str) -> list[list[str]]:
+    """Returns the cells of a text's first table, without its head."""
+    section = re.split("^## ", text, flags=re.MULTILINE)[0]
     lines = [line for line in section.splitlines() if line.startswith("| ")]
-    return [line.split("|")[1].strip() for line in lines[1:]]
+    return [[cell.strip() for cell in line[1:-1].split("|")] for line in lines[1:]]
+
+
+def first_cells(text: str) -> list[str]:
+    """Returns the first cell of each of its rows."""
+    return [row[0] for row in first_rows(text)]
 
 
 def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
@@ -40,7 +45,7 @@ def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
     written = out.read_text()
     assert written.startswith("# What the lease service costs\n")
     assert str(ROOT) not in written
-    core = first_cells(written, "The core alone, in process")
+    core = first_cells(written.partition("## The core alone, in process")[2])
     assert core == [
         "grant",
         "resolve",
@@ -51,18 +56,27 @@ def test_the_benchmark_measures_everything(tmp_path: Path) -> None:
         "heartbeat",
         "expire",
     ]
-    operations = first_cells(written, "Operations over gRPC")
-    assert operations == [
-        "echo",
-        "Grant",
-        "ResolveConversation",
-        "BeginRead",
-        "EndRead",
-        "heartbeat",
+    operations = ["Grant", "ResolveConversation", "BeginRead", "EndRead", "heartbeat"]
+    memory_store, both_stores = written.split("## Operations over gRPC")[1:]
+    assert first_cells(memory_store) == ["echo", *operations]
+    assert first_cells(both_stores) == ["echo", *(name for name in operations for _ in range(2))]
+    reads = written.partition("## BeginRead at 1,000 a second")[2]
+    assert first_cells(reads) == ["echo of the same size", "BeginRead"]
+    assert first_cells(written.partition("## Memory of the service process")[2]) == ["100", "100"]
+    transactions = written.partition("## BeginRead beside a fenced transaction")[2]
+    assert first_cells(transactions) == [
+        "echo of the same size",
+        "BeginRead, memory store",
+        "BeginRead, etcd store",
+        "fenced transaction",
     ]
-    questions = first_cells(written, "BeginRead at 1,000 a second")
-    assert questions == ["echo of the same size", "BeginRead"]
-    assert first_cells(written, "Memory of the service process") == ["100", "100"]
+    writes = first_rows(written.partition("## What the store writes to etcd")[2])
+    assert [row[0].split()[:2] for row in writes] == [
+        ["100", "leases"],
+        [writes[1][0].split()[0], "heartbeats"],
+        ["etcd", "leases"],
+    ]
+    assert writes[1][1] == "0"  # heartbeats add no revisions
 
 
 def test_what_is_not_known_is_refused_by_name() -> None:

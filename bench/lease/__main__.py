@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
 import uvloop
 
 from bench.lease.core import measure_core
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
-SECTIONS = ("core", "operations", "questions", "memory")
+SECTIONS = ("core", "operations", "questions", "memory", "etcd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +67,9 @@ FULL = Scale(
         Setting(100_000, 1_000),
     ),
     questions=Setting(100_000, 10),
-    questions_a_round=3_000,
+    questions_a_round=1_000,
     memory=((100_000, 64), (10_000, 2_048)),
-    etcd=EtcdScale(Setting(10_000, 10), heartbeat_s=6, grants=20_000),
+    etcd=EtcdScale(Setting(10_000, 10), heartbeat_s=10, grants=20_000),
 )
 FAST = Scale(
     points=4,
@@ -93,6 +94,9 @@ def main(argv: Sequence[str]) -> int:
     except BenchError as error:
         print(f"bench.lease: {error}", file=sys.stderr)
         return 1
+    except grpc.aio.AioRpcError as error:
+        print(f"bench.lease: {error.code().name}: {error.details()}", file=sys.stderr)
+        return 1
     if args.out is not None:
         args.out.write_text("\n".join(tables))
     return 0
@@ -101,7 +105,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.lease", description=__doc__.splitlines()[0])
     parser.add_argument("--fast", action="store_true", help="try every step, with a few calls each")
-    parser.add_argument("--rounds", type=int, help=f"rounds per figure (default {FULL.rounds})")
+    parser.add_argument("--rounds", type=int, help=f"rounds of each measurement ({FULL.rounds})")
     parser.add_argument("--only", help=f"some of {','.join(SECTIONS)}; writes no file")
     parser.add_argument("--out", type=Path, help="where to write the tables; default RESULTS.md")
     args = parser.parse_args(argv)
@@ -130,7 +134,7 @@ async def _measure(args: argparse.Namespace) -> list[str]:
         section.append(f"Others kept {neighbours.busy_cores():.1f} cores busy.\n")
         tables.append("\n".join(section))
         print(tables[-1], flush=True)
-    head = _head(cores, rounds, machine, before)
+    head = _head(cores, machine, before)
     print(head)
     return [head, *tables]
 
@@ -141,9 +145,13 @@ async def _section(name: str, scale: Scale, rounds: int, cores: Cores) -> list[T
         case "core":
             return [measure_core(scale.core, points, 2 * rounds, batch)]
         case "operations":
-            return [await measure_operations(scale.operations, points, cores, rounds, batch)]
+            return [
+                await measure_operations(
+                    "Operations over gRPC", scale.operations, points, cores, rounds, batch
+                )
+            ]
         case "questions":
-            return [await measure_questions(scale.questions, points, cores, rounds, questions)]
+            return [await measure_questions(scale.questions, points, cores, 2 * rounds, questions)]
         case "memory":
             return [await measure_memory(scale.memory, cores)]
         case _:
@@ -152,7 +160,7 @@ async def _section(name: str, scale: Scale, rounds: int, cores: Cores) -> list[T
             )
 
 
-def _head(cores: Cores, rounds: int, machine: str, load_before: str) -> str:
+def _head(cores: Cores, machine: str, load_before: str) -> str:
     pinned = (
         "Servers were pinned to one core and the load generator to another."
         if cores.apart
@@ -161,9 +169,9 @@ def _head(cores: Cores, rounds: int, machine: str, load_before: str) -> str:
     return (
         "# What the lease service costs\n\n"
         f"Measured on {datetime.datetime.now(datetime.UTC):%Y-%m-%d} by `make bench-lease` on "
-        f"{machine}. {pinned} Figures are medians of {rounds} rounds after a warm-up, with the "
-        f"least and the most in parentheses. Load average before: {load_before}; after: "
-        f"{load_average()}.\n"
+        f"{machine}. {pinned} Figures are medians over rounds, the first one as a "
+        "warm-up left out, with the least and the most in parentheses. Load average before: "
+        f"{load_before}; after: {load_average()}.\n"
     )
 
 

@@ -232,10 +232,10 @@ def measure_core(settings: Sequence[Setting], points: int, rounds: int, batch: i
         rows.append((name, *(spread.show(1) for spread in spreads), ratio.show(2)))
     return Table(
         "The core alone, in process",
-        f"CPU µs per call of the lessor, its effects carried out into the memory store; {batch:,} "
-        f"calls a round, {points} digest points per lease. `resolve` asks for conversations at "
-        "random among all that are held, so with more leases more of them come from memory "
-        "instead of the processor's caches; `resolve again` asks for the same ones once more; "
+        f"CPU µs per call of the lessor, its effects carried out into the memory store; {rounds} "
+        f"rounds of {batch:,} calls, {points} digest points per lease. `resolve` asks for "
+        "conversations at random among all that are held, so with more leases more of them come "
+        "from memory instead of the processor's caches; `resolve again` asks for the same ones; "
         "`expire` is per lease that ran out. The ratio compares rounds that ran right after each "
         "other.",
         (

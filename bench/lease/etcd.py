@@ -9,7 +9,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 _START_TIMEOUT_S = 30.0
 _WRITTEN_TIMEOUT_S = 60.0
 _DEADLINE_S = 10.0
-_PREFIX = b"kvturn/conversations/"
 _RENEWALS = re.compile(rb"^etcd_debugging_lease_renewed_total (\S+)$", re.MULTILINE)
 
 
@@ -89,9 +88,10 @@ class Etcd:
             raise BenchError("a fenced transaction was refused")
         return response
 
-    async def count(self) -> tuple[int, int]:
-        """Returns the conversations that are recorded, and etcd's revision."""
-        request = etcd_pb2.RangeRequest(key=_PREFIX, range_end=prefix_end(_PREFIX), count_only=True)
+    async def count(self, prefix: str) -> tuple[int, int]:
+        """Returns how many conversations are recorded under a prefix, and etcd's revision."""
+        first = f"{prefix}conversations/".encode()
+        request = etcd_pb2.RangeRequest(key=first, range_end=prefix_end(first), count_only=True)
         response = await self._range(request, timeout=_DEADLINE_S)
         return response.count, response.header.revision
 
@@ -179,10 +179,12 @@ async def measure_etcd(
     """Returns the operations with both stores, BeginRead beside a transaction, and the writes."""
     async with running_etcd() as etcd:
         memory = scale.setting
-        kept = Setting(memory.leases, memory.engines, etcd.store)
+        kept = replace(memory, store=etcd.store, prefix="operations/")
         return [
-            await measure_operations((memory, kept), points, cores, rounds, batch),
-            await _questions(etcd, memory, kept, points, cores, rounds, questions),
+            await measure_operations(
+                "Operations over gRPC, both stores", (memory, kept), points, cores, rounds, batch
+            ),
+            await _questions(etcd, memory, points, cores, 2 * rounds, questions),
             await _writes(etcd, scale, points, cores),
         ]
 
@@ -190,12 +192,12 @@ async def measure_etcd(
 async def _questions(
     etcd: Etcd,
     memory: Setting,
-    kept: Setting,
     points: int,
     cores: Cores,
     rounds: int,
     count: int,
 ) -> Table:
+    kept = replace(memory, store=etcd.store, prefix="questions/")
     async with (
         echoing(points, cores) as (service, reader),
         leasing("BeginRead, memory store", memory, points, cores) as without,
@@ -209,9 +211,9 @@ async def _questions(
         f"BeginRead beside a fenced transaction, at {PER_SECOND:,} a second",
         f"etcd {etcd.version} on one node with its usual durability, on any core. The transaction "
         "compares the leader key and puts as many bytes as a granted read's answer has, over the "
-        f"same kind of connection. {count:,} calls a round at random times (Poisson); each "
-        f"service holds {memory.leases:,} leases on {memory.engines} engines. *CPU* and *waited* "
-        "are the asked server's.",
+        f"same kind of connection. {rounds} rounds of {count:,} calls at random times "
+        f"(Poisson); each service holds {memory.leases:,} leases on {memory.engines} engines. "
+        "*CPU* and *waited* are the asked server's.",
         (*COLUMNS, "p50 / transaction", "p99 / transaction"),
         [(name, *each.cells(yardstick)) for name, each in answers.items()],
     )
@@ -219,22 +221,21 @@ async def _questions(
 
 async def _writes(etcd: Etcd, scale: EtcdScale, points: int, cores: Cores) -> Table:
     """Measures what reaches etcd behind the service's back."""
-    setting = Setting(0, scale.setting.engines, etcd.store)
+    setting = Setting(0, scale.setting.engines, etcd.store, "writes/")
     args = service_args(setting, session_ttl_s=5)
     with ServerProcess("lease service", args, cores.server) as service:
         async with holding(service, setting, points) as (fleet, _):
-            before, _ = await etcd.count()
             started_s = time.monotonic()
             granting = asyncio.create_task(fleet.grant(scale.grants, IN_FLIGHT))
-            written_s = await _written(etcd, before + scale.grants) - started_s
+            written_s = await _written(etcd, setting.prefix, scale.grants) - started_s
             await granting
-            _, revision = await etcd.count()
+            _, revision = await etcd.count(setting.prefix)
             renewals = etcd.renewals()
             beats, deadline_s = 0, time.monotonic() + scale.heartbeat_s
             while time.monotonic() < deadline_s:
                 beating = list(fleet.engines) * 100
                 beats += (await closed_loop(EngineSession.heartbeat, beating, IN_FLIGHT)).count
-            _, revision_after = await etcd.count()
+            _, revision_after = await etcd.count(setting.prefix)
             renewals = etcd.renewals() - renewals
     return Table(
         "What the store writes to etcd",
@@ -254,10 +255,10 @@ async def _writes(etcd: Etcd, scale: EtcdScale, points: int, cores: Cores) -> Ta
     )
 
 
-async def _written(etcd: Etcd, count: int) -> float:
+async def _written(etcd: Etcd, prefix: str, count: int) -> float:
     """Returns when etcd holds so many conversations, in seconds of the monotonic clock."""
     deadline_s = time.monotonic() + _WRITTEN_TIMEOUT_S
-    while (await etcd.count())[0] < count:
+    while (await etcd.count(prefix))[0] < count:
         if time.monotonic() > deadline_s:
             raise BenchError(f"not all records were in etcd after {_WRITTEN_TIMEOUT_S:g} s")
         await asyncio.sleep(0.02)

@@ -32,8 +32,8 @@ class EngineSession:
         """Leases that it was told to free."""
         self._points = points
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
-        stub: Any = lease_pb2_grpc.LeaseServiceStub(self._channel)
-        self._call = stub.EngineSession()
+        self._stub: Any = lease_pb2_grpc.LeaseServiceStub(self._channel)
+        self._call: Any = None
         self._sequence = 0
         self._sending = asyncio.Lock()
         self._last = lease_pb2.EngineSessionResponse()
@@ -46,6 +46,7 @@ class EngineSession:
         register = lease_pb2.RegisterEngine(
             engine=workload.description(self.index), inventory=retentions
         )
+        self._call = self._stub.EngineSession()
         await self._send(register=register)
         self._last = await self._call.read()
         if not self._last.HasField("registered"):
@@ -58,7 +59,7 @@ class EngineSession:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)
-        self._call.cancel()
+            self._call.cancel()
         await self._channel.close(None)
 
     async def heartbeat(self) -> None:

@@ -53,9 +53,7 @@ async def closed_loop(
             latencies_ns.append(time.perf_counter_ns() - before_ns)
 
     started_ns = time.perf_counter_ns()
-    async with asyncio.TaskGroup() as group:
-        for _ in range(in_flight):
-            group.create_task(work())
+    await asyncio.gather(*(work() for _ in range(in_flight)))
     return Timing(len(requests), latencies_ns, time.perf_counter_ns() - started_ns)
 
 

@@ -20,9 +20,12 @@ def facts() -> str:
     cpu = found[1] if found is not None else platform.machine()
     memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     packages = ", ".join(f"{name} {version(name)}" for name in _PACKAGES)
+    priority = f", at niceness {os.nice(0)}" if os.nice(0) else ""
+    if os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR):
+        priority = ", at real-time priority"
     return (
         f"{len(os.sched_getaffinity(0))} cores ({cpu}), {memory_gib:.0f} GiB, "
-        f"Python {platform.python_version()}, {packages}"
+        f"Python {platform.python_version()}, {packages}{priority}"
     )
 
 

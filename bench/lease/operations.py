@@ -39,6 +39,8 @@ class Setting:
     engines: int
     store: str = ""
     """As `--store` takes it; empty for the memory store."""
+    prefix: str = ""
+    """What the keys in etcd begin with: services that are not of one cluster need two."""
 
     def cells(self) -> tuple[str, ...]:
         """Returns the columns of the table that tell it."""
@@ -61,13 +63,18 @@ class Rounds:
         self.p50_ms.append(alone.percentile_ms(0.5))
         self.p99_ms.append(alone.percentile_ms(0.99))
 
-    def cells(self) -> tuple[str, ...]:
+    def cells(self, yardstick: Rounds | None = None) -> tuple[str, ...]:
         """Returns the columns of the table, from "per second" on."""
+        relative = ""
+        if yardstick is not None and yardstick is not self:
+            pairs = zip(self.cpu_us, yardstick.cpu_us, strict=True)
+            relative = Spread.of([own / other for own, other in pairs]).show(2)
         cpu = Spread.of(self.cpu_us)
         return (
             Spread.of(self.per_second).show(),
             cpu.show(),
             f"{1e6 / cpu.median:,.0f}",
+            relative,
             Spread.of(self.p50_ms).show(2),
             Spread.of(self.p99_ms).show(2),
         )
@@ -81,6 +88,7 @@ COLUMNS = (
     f"per second, {IN_FLIGHT} in flight",
     "CPU µs",
     "1 s / CPU",
+    "relative",
     "p50 ms, one at a time",
     "p99 ms, one at a time",
 )
@@ -139,14 +147,20 @@ def service_args(setting: Setting, session_ttl_s: int = 3_600) -> list[str]:
     per_engine = 2 * setting.leases // setting.engines + 5_000
     leases = per_engine * setting.engines
     return [
-        *("-m", "kvturn_lease", "--port", "0", "--log-level", "WARNING"),
+        *("-m", "kvturn_lease", "--port", "0", "--log-level", "ERROR"),
         *("--session-ttl", str(session_ttl_s), "--idle", "3600", "--max-hold", "7200"),
         *("--leases", str(leases), "--leases-per-tenant", str(leases)),
         *("--leases-per-engine", str(per_engine), "--queued-messages", str(per_engine + 1)),
         *("--blocks-per-engine", _BLOCKS, "--blocks-per-tenant", _BLOCKS),
         *("--tokens-per-engine", _TOKENS, "--tokens-per-tenant", _TOKENS),
-        *(("--store", setting.store) if setting.store else ()),
+        *(_etcd_args(setting) if setting.store else ()),
     ]
+
+
+def _etcd_args(setting: Setting) -> tuple[str, ...]:
+    # Longer than usual, so that a disturbed machine deposes nobody.
+    store = ("--store", setting.store, "--etcd-prefix", setting.prefix)
+    return (*store, "--leadership", "10")
 
 
 @contextlib.asynccontextmanager
@@ -233,7 +247,7 @@ class Operations:
 
 
 async def measure_operations(
-    settings: Sequence[Setting], points: int, cores: Cores, rounds: int, batch: int
+    title: str, settings: Sequence[Setting], points: int, cores: Cores, rounds: int, batch: int
 ) -> Table:
     """Returns what each operation takes on a service with each setting's leases."""
     echoes = Rounds()
@@ -250,21 +264,23 @@ async def measure_operations(
             for service in services:
                 await service.round(counts=number > 0)
     rows = [("echo", "", "", "", *echoes.cells())]
-    rows += [
-        (name, *each.cells(), *service.rounds[name].cells())
-        for name in _OPERATIONS
-        for each, service in zip(settings, services, strict=True)
-    ]
+    for name in _OPERATIONS:
+        yardsticks: dict[int, Rounds] = {}
+        for setting, service in zip(settings, services, strict=True):
+            figures = service.rounds[name]
+            yardstick = yardsticks.setdefault(setting.engines, figures)
+            rows.append((name, *setting.cells(), *figures.cells(yardstick)))
     return Table(
-        "Operations over gRPC",
+        title,
         f"A real service process for each setting, all on one core, their rounds in turns. "
-        f"{batch:,} calls of each kind a round, {IN_FLIGHT} in flight and then one at a time; "
-        f"{points} digest points per lease. Every round grants new leases and reads as many of "
-        "the oldest, so the number held stays. *CPU* is the service's, for all its threads; what "
-        "else runs disturbs it least. *1 s / CPU* is what a core could do if it did nothing "
-        "else. A Grant has no answer: its time is until the acknowledgement of a heartbeat sent "
-        "right behind it. The echo is a bare grpc.aio server with messages of BeginRead's size: "
-        "the ceiling of this generator.",
+        f"{rounds} rounds of {batch:,} calls of each kind, {IN_FLIGHT} in flight and then one at a "
+        f"time; {points} digest points per lease. Every round grants new leases and reads as "
+        "many of the oldest, so the number held stays. *CPU* is the service's, for all its "
+        "threads; what else runs disturbs it least. *1 s / CPU* is what a core could do if it did "
+        "nothing else; *relative* is CPU, round by round, over that of the operation's first row "
+        "with as many engines. A Grant has no answer: its time is until the acknowledgement of a "
+        "heartbeat sent right behind it. The echo is a bare grpc.aio server with messages of "
+        "BeginRead's size: the ceiling of this generator.",
         COLUMNS,
         rows,
     )

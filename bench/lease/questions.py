@@ -153,11 +153,11 @@ async def measure_questions(
     rows = [(name, *each.cells(answers[echo.name])) for name, each in answers.items()]
     return Table(
         f"BeginRead at {PER_SECOND:,} a second",
-        f"{count:,} calls a round at random times (Poisson); a latency counts from when the call "
-        f"was due. The service holds {setting.leases:,} leases of {points} digest points on "
-        f"{setting.engines} engines. The echo is a bare grpc.aio server that answers with as many "
-        "bytes and reads nothing. *Waited* is how long the server's threads could have run and "
-        "something else had their core: on a quiet machine next to nothing.",
+        f"{rounds} rounds of {count:,} calls at random times (Poisson); a latency counts from "
+        f"when the call was due. The service holds {setting.leases:,} leases of {points} digest "
+        f"points on {setting.engines} engines. The echo is a bare grpc.aio server that answers "
+        "with as many bytes and reads nothing. *Waited* is how long the server's threads together "
+        "could have run while something else, or another of them, had their core.",
         (*COLUMNS, "p50 / echo", "p99 / echo"),
         rows,
     )
