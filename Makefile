@@ -4,9 +4,10 @@ SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+BENCH_OUT ?= bench/policy
 SIM_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease clean
+.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease bench-policy clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -61,6 +62,11 @@ lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 
 bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
 	$(BIN)/python -m bench.lease $(BENCH_ARGS)
+
+bench-policy: setup-fast ## Replay real traffic under several policies (needs a trace: bench/policy/README.md)
+	@$(SETUP) plots
+	$(BIN)/python -m bench.policy --out $(BENCH_OUT) $(BENCH_ARGS)
+	.envs/plots/bin/python bench/policy/plots.py $(BENCH_OUT)
 
 clean: ## Remove all that setup, tests and demos made
 	rm -rf .venv .envs build .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -49,6 +49,7 @@ class Step:
 
     `files` are what it is made from besides `make`'s own code in this file; a change in any of
     them makes the step again. `heavy` steps take gigabytes of disk.
+    `optional` ones belong to no group and are made by name.
     """
 
     name: str
@@ -56,6 +57,7 @@ class Step:
     files: tuple[Path, ...]
     make: Callable[[], None]
     heavy: bool = False
+    optional: bool = False
 
     def key(self) -> str:
         """Returns the hash of all that the step depends on."""
@@ -368,6 +370,9 @@ def all_steps() -> dict[str, Step]:
         locked = REQUIREMENTS / f"{name}.txt"
         make = functools.partial(make_environment, ENVS / name, locked)
         steps.append(Step(name, ENVS / name, (locked,), make))
+    plots = REQUIREMENTS / "plots.txt"
+    make = functools.partial(make_environment, ENVS / "plots", plots)
+    steps.append(Step("plots", ENVS / "plots", (plots,), make, optional=True))
     alone = (REQUIREMENTS / "connector.txt", build, *sources("protos", "connector"))
     steps.append(Step("connector-alone", ENVS / "connector-alone", alone, make_connector_alone))
     return {step.name: step for step in steps}
@@ -376,10 +381,11 @@ def all_steps() -> dict[str, Step]:
 def names_of(group: str, steps: dict[str, Step]) -> set[str]:
     """Returns the steps of a group: demo, fast (no vLLM) or test (all), or of one step's name."""
     heavy = {name for name, step in steps.items() if step.heavy}
+    always = {name for name, step in steps.items() if not step.optional}
     groups = {
         "demo": {"uv", "workspace", f"vllm-{VLLM_VERSIONS[0]}", "model"},
-        "fast": set(steps) - heavy,
-        "test": set(steps),
+        "fast": always - heavy,
+        "test": always,
     }
     if group in groups:
         return groups[group]
