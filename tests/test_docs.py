@@ -22,11 +22,13 @@ DOCUMENTS = (README, ARCHITECTURE, ROOT / "CHANGELOG.md", ROUTER_README)
 PACKAGES = (
     "connector/kvturn_connector",
     "services/lease/kvturn_lease",
+    "services/lease/kvturn_lease/etcd",
     "services/router/kvturn_router",
     "cli/kvturn_cli",
 )
 UPSTREAM_KEYS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
 FLAGS_OF_OTHERS = {
+    "--auto-compaction-retention",
     "--enable-prompt-tokens-details",
     "--kv-transfer-config",
     "--otlp-traces-endpoint",
