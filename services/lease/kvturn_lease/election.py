@@ -104,7 +104,7 @@ class Election:
         while True:
             self._changed.clear()
             try:
-                kv, _ = await self._client.get(self._key, self._look_s)
+                kv, _ = await self._client.get(self._key, 2 * self._look_s)
                 if kv is not None and kv.lease == self._lease_id:
                     # Of a term of ours that ended while etcd was away: it need not run out.
                     await self._client.revoke(kv.lease, self._look_s)

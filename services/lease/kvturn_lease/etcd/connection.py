@@ -134,11 +134,11 @@ class Connection:
                 logins += 1
                 if logins > 1 or not self._config.user:
                     raise EtcdRefused(str(error)) from None
-            except EtcdUnavailable:
+            except EtcdUnavailable as error:
                 self.leave(endpoint)
                 if not safe:
                     raise
-                await patience.pause()
+                await patience.pause(error)
 
     async def _try(
         self,
@@ -244,21 +244,23 @@ class Patience:
         self._deadline_s = time.monotonic() + timeout_s
         self._untried = endpoints
         self._pause_s = PAUSE_S_MIN
+        self._last = EtcdUnavailable("no answer in time")
 
     def try_s(self) -> float:
         """Returns how long the next try may take: each endpoint gets its share of what is left.
 
-        Raises EtcdUnavailable when nothing is left.
+        Raises what the last try raised when nothing is left.
         """
         left_s = self._deadline_s - time.monotonic()
         if left_s <= 0:
-            raise EtcdUnavailable("no endpoint answered in time")
+            raise self._last
         share_s = left_s / max(self._untried, 1)
         self._untried -= 1
         return share_s
 
-    async def pause(self) -> None:
-        """Waits a little if every endpoint was tried, longer each time."""
+    async def pause(self, error: EtcdUnavailable) -> None:
+        """Notes why a try failed; waits a little if every endpoint was tried, longer each time."""
+        self._last = error
         if self._untried > 0:
             return
         left_s = self._deadline_s - time.monotonic()

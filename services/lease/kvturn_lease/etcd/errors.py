@@ -21,6 +21,7 @@ _TRANSIENT = frozenset(
         grpc.StatusCode.DATA_LOSS,
     }
 )
+_WORDS_MAX = 200
 _LOGIN_WORDS = ("invalid auth token", "auth store is old", "user name is empty")
 
 
@@ -67,6 +68,9 @@ def etcd_error(error: AioRpcError) -> EtcdError:
         return LeaseGone(words)
     if "lease already exists" in words:
         return LeaseExists(words)
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return EtcdUnavailable("no answer in time")
     if code in _TRANSIENT:
-        return EtcdUnavailable(f"{code.name}: {words}")
+        # gRPC tells what failed last at the end of a long story.
+        return EtcdUnavailable(words.rpartition("last error: ")[2][:_WORDS_MAX] or code.name)
     return EtcdRefused(words)

@@ -45,10 +45,10 @@ class KeepAlives:
                     line = await self._open_line()
                     endpoint = line.stream.endpoint
                     ttl_s = await line.ask(lease_id)
-            except (TimeoutError, EtcdUnavailable):
+            except (TimeoutError, EtcdUnavailable) as error:
                 self._hang_up(endpoint)
                 self._connection.leave(endpoint)
-                await patience.pause()
+                await patience.pause(EtcdUnavailable(str(error) or "no answer in time"))
             except LoginNeeded:
                 logins += 1
                 if logins > 1:
