@@ -43,6 +43,8 @@ RANGES = 26
 """Ranges of ages: under a second, then half octaves to 4,096 s, then all above."""
 ENDS_PER_REVIEW = 128
 """Ends after which the worth of the cells is worked out anew."""
+MOVES_PER_CHOICE = 1_000
+"""Retentions that one `choose` moves to the range of their age, so that no step waits for it."""
 LEARNED_MAX = 20_000
 """Ends that count; past it all are halved, so that what is learned follows the traffic."""
 
@@ -291,7 +293,11 @@ class Victims:
         return returned / (self._due[turn] + weight)
 
     def _move(self, now_ns: int) -> None:
-        """Brings retentions that grew older into the cells of their age, the oldest first."""
+        """Brings retentions that grew older into the cells of their age, the oldest first.
+
+        After a long time without need there are many; the next calls go on with what is left.
+        """
+        moves_left = MOVES_PER_CHOICE
         for cell in sorted(self._cells, key=lambda each: -each[2]):
             numbers = self._cells[cell]
             while numbers:
@@ -300,6 +306,9 @@ class Victims:
                 age_range = _range_of(now_ns - kept.retained_ns)
                 if age_range <= cell[2]:
                     break
+                if moves_left == 0:
+                    return
+                moves_left -= 1
                 self._take(number, kept)
                 self._put(number, kept, age_range)
 
