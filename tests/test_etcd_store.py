@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from typing import TYPE_CHECKING
 
 import pytest
 from etcd_server import EtcdServer, until
 from etcd_terms import EtcdTerms
 
+from kvturn_lease.config import LessorConfig
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.etcd_leases import EtcdLeases
 from kvturn_lease.etcd_records import Keys, conversation_record, session_record
+from kvturn_lease.lessor import Lessor
 from kvturn_lease.store import (
     ConversationChanged,
     ConversationForgotten,
@@ -22,7 +25,7 @@ from kvturn_lease.store import (
     SessionOpened,
     SessionRecord,
 )
-from kvturn_lease.verdict import ReleaseReason
+from kvturn_lease.verdict import ReleaseReason, Verdict
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -212,6 +215,31 @@ async def test_changes_wait_for_an_etcd_that_is_down(tmp_path: Path) -> None:
         await terms.settled(store)
         assert len(await terms.keys_in_etcd()) == 2_001
         assert terms.fenced == 0
+
+
+async def test_a_dead_engine_does_not_look_alive_when_etcd_is_restarted(tmp_path: Path) -> None:
+    """Restarts before a lease's end give it its full TTL again, so records of the dead outlast
+    it; the next term learns from them who is fenced and what was lost, and trusts nobody."""
+    async with EtcdServer(tmp_path) as etcd, EtcdTerms(etcd.endpoint, ttl_s=2) as terms:
+        store, _ = await terms.begin()
+        store.record([session(), *held(1)])
+        await terms.settled(store)
+        ends_s = time.monotonic() + 2.5
+        while time.monotonic() < ends_s:
+            etcd.kill()
+            await etcd.start()
+        _, snapshot = await terms.begin()
+        await until(lambda: snapshot.conversations.get(key(1)))
+        lessor = Lessor(LessorConfig(), term=2)
+        lessor.restore(snapshot, 0)
+        assert lessor.list_engines(0) == []
+        resolution = lessor.resolve(key(1), 0)
+        assert (resolution.lease_id, resolution.verdict) == (None, Verdict.ENGINE_LOST)
+
+        async def nothing_is_left() -> bool:
+            return not await terms.keys_in_etcd()
+
+        await until(nothing_is_left)
 
 
 async def test_what_waits_is_bounded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

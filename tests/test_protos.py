@@ -33,10 +33,13 @@ def test_generated_code_runs_on_protobuf(version: str) -> None:
     code = """
 import warnings; warnings.simplefilter("error")
 import google.protobuf, grpc
+from kvturn.etcd.v3 import etcd_pb2
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc, router_pb2, router_pb2_grpc
 key = common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c")
 sent = lease_pb2.BeginReadRequest(lease_id="i.1.1", conversation=key)
 assert lease_pb2.BeginReadRequest.FromString(sent.SerializeToString()) == sent
+put = etcd_pb2.RequestOp(request_put=etcd_pb2.PutRequest(key=b"k", lease=7))
+assert etcd_pb2.RequestOp.FromString(put.SerializeToString()) == put
 assert tuple(map(int, grpc.__version__.split(".")[:3])) >= (1, 71, 2)
 lease_pb2_grpc.LeaseServiceStub(grpc.insecure_channel("127.0.0.1:1"))
 router_pb2_grpc.RouterServiceStub(grpc.insecure_channel("127.0.0.1:1"))
