@@ -139,6 +139,7 @@ class Decode:
         self,
         *inventory: tuple[int, str] | Retention,
         quiet_ns: int | None = None,
+        hold_ns: int = 0,
         previous_term: int = 0,
     ) -> None:
         """Opens the next session with the retentions (number, conversation) given."""
@@ -155,6 +156,7 @@ class Decode:
                 EngineInfo(f"http://{self.name}", self.retains, b"about", b"nixl"),
                 retentions,
                 quiet_ns=quiet_ns,
+                hold_ns=hold_ns,
                 previous_term=previous_term,
                 now_ns=self.bench.now,
             )

@@ -613,6 +613,8 @@ BAD_REGISTERS: list[tuple[Change, str]] = [
     (lambda r: setattr(r.engine.nixl, "port", 65_536), "register.engine.nixl.port"),
     (lambda r: setattr(r.engine.nixl, "tp_size", 0), "register.engine.nixl.tp_size"),
     (lambda r: r.quiet.FromNanoseconds(-1), "register.quiet"),
+    (lambda r: r.hold.FromNanoseconds(-1), "register.hold"),
+    (lambda r: r.hold.FromSeconds(5_000), "register.hold"),
     (lambda r: setattr(r.inventory[0], "lease_id", "x"), "register.inventory[0].lease_id"),
     (
         lambda r: setattr(r.inventory[0], "lease_id", "inc-d1.1.2"),

@@ -297,6 +297,19 @@ def test_quiet_time_shortens_the_wait(bench: Bench) -> None:
     assert bench.resolve() == Verdict.NONE
 
 
+def test_readers_of_a_term_with_a_longer_read_are_waited_for(bench: Bench) -> None:
+    """The service was restarted with a shorter longest read; the engine tells what it was."""
+    decode = Decode(bench)
+    hold_ns = INHERIT_BOUND + 7 * S
+    decode.register((1, "c"), quiet_ns=2 * S, hold_ns=hold_ns, previous_term=5)
+    decode.beat()
+    bench.end_conversation("c")
+    bench.wait(hold_ns - 2 * S - 1, decode)
+    assert decode.releases() == []
+    bench.wait(1, decode)
+    assert decode.releases() == [(1, ReleaseReason.ENDED)]
+
+
 @pytest.mark.parametrize("quiet_ns", [None, 100 * S])
 def test_nothing_waits_that_nobody_can_be_reading(bench: Bench, quiet_ns: int | None) -> None:
     """Never vouched for, or so long ago that every reader is done."""

@@ -415,6 +415,18 @@ def test_quiet_is_the_time_since_the_last_vouching() -> None:
     assert register.quiet.ToNanoseconds() == HEARTBEAT_NS
 
 
+def test_register_tells_the_longest_hold_that_was_ever_told() -> None:
+    """A lease service with shorter spans must wait for the readers of one with longer ones."""
+    engine = make()
+    register = engine.open(START_NS).register
+    assert not register.HasField("hold"), "nobody can have been let read"
+    engine.close()
+    begin(engine, START_NS, number=2)
+    engine.close()
+    register = engine.open(START_NS + 1).register
+    assert register.hold.ToNanoseconds() == engine.hold_after_vouch_ns
+
+
 def test_withdrawal_does_not_count_as_vouching_in_quiet() -> None:
     """Its heartbeat vouches for the others only."""
     engine = make()

@@ -99,6 +99,11 @@ class Retentions:
         """How long after the last vouching blocks may still be read: the longest ever told."""
         return self._told_hold_ns or self._assumed_hold_ns
 
+    @property
+    def told_hold_ns(self) -> int:
+        """The longest ever told; 0 if none was, and nobody can have been let read."""
+        return self._told_hold_ns
+
     def assume_hold(self, hold_after_vouch_ns: int) -> None:
         """Sets K*(TTL + R) until it is told; nobody is let read before the engine has heard it."""
         self._assumed_hold_ns = hold_after_vouch_ns

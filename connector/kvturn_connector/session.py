@@ -105,6 +105,8 @@ class EngineSession:
         )
         if quiet_since_ns is not None:
             register.quiet.FromNanoseconds(max(0, now_ns - quiet_since_ns))
+        if self.retentions.told_hold_ns:
+            register.hold.FromNanoseconds(self.retentions.told_hold_ns)
         return self._request(register=register)
 
     def close(self) -> None:

@@ -86,6 +86,7 @@ class Checkers:
         self.calm_from_ns: int | None = None
         """From when on whatever is retained is held by an undisturbed session."""
         self._granted: dict[str, str] = {}
+        self._posts: Counter[str] = Counter()
         self._trust: dict[tuple[int, Any], Trust] = {}
         p = weather.drift_percent
         self.hold_ns = -(-(weather.ttl_ns + weather.longest_read_ns) * (100 + p) // (100 - p))
@@ -205,8 +206,19 @@ class Checkers:
         if not kept.held:
             self.count["grants of freed blocks"] += 1
 
+    def compared(self, prompt: Sequence[int], lease_id: str, common_tokens: int) -> None:
+        """Prefill found how many tokens of a retention are a prefix of its prompt."""
+        kept = self.of_lease(lease_id)
+        assert kept is not None
+        true_tokens = common_prefix(prompt, kept.tokens)
+        if common_tokens != true_tokens:
+            raise Violation("S2", f"found {common_tokens} tokens, truly {true_tokens}", lease_id)
+
     def posted(self, transfer: Transfer) -> None:
         """A rank posted its transfer."""
+        self._posts[transfer.lease_id] += 1
+        if self._posts[transfer.lease_id] > self._weather.ranks:
+            raise Violation("rule 13", "was posted again", transfer.lease_id)
         transfer.kept.transfers.append(transfer)
 
     def completed(self, transfer: Transfer) -> None:

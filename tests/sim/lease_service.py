@@ -35,29 +35,37 @@ class LeaseService(Node):
     def __init__(self, sim: Simulation, name: str, drift_ppm: int, offset_ns: int) -> None:
         super().__init__(sim.world, name, drift_ppm, offset_ns)
         self.sim = sim
-        weather = sim.weather
-        self.lateness_ns = weather.lateness_ns
-        self.config = LessorConfig(
+        self.lateness_ns = sim.weather.lateness_ns
+        self.lessor: Lessor | None = None
+        self._boot()
+
+    def _configure(self) -> LessorConfig:
+        weather = self.sim.weather
+        longest_read_ns = weather.longest_read_ns
+        if weather.shorter_read_ns and self.sim.mishap(0.5):
+            longest_read_ns = weather.shorter_read_ns
+        return LessorConfig(
             session_ttl_ns=weather.ttl_ns,
             heartbeat_ns=weather.heartbeat_ns,
-            longest_read_ns=weather.longest_read_ns,
+            longest_read_ns=longest_read_ns,
             question_deadline_ns=weather.question_ns,
             idle_ns=weather.idle_ns,
             max_hold_ns=weather.max_hold_ns,
             policy=weather.policy,
             fixed_ttl_ns=weather.max_hold_ns // 2,
+            leases_per_engine_max=weather.leases_per_engine,
+            expiries_per_tick_max=weather.expiries_per_tick,
+            conversations_max=weather.conversations_known,
         )
-        self.lessor: Lessor | None = None
-        self._boot()
 
     # ---- the process ---------------------------------------------------------------------
 
     def _boot(self) -> None:
+        self.config = self._configure()
         self.lessor = None
         self._leadership = Leadership()
         self.leader = ""
         self._streams: dict[SessionId, Stream] = {}
-        self._accepted: list[Stream] = []
         self._timer_ns: int | None = None
         self._unwritten: list[Change] = []
         if self.sim.etcd is None:
@@ -196,6 +204,7 @@ class LeaseService(Node):
             wire.engine_info(register.engine),
             inventory,
             quiet_ns=wire.quiet_ns(register),
+            hold_ns=wire.hold_ns(register),
             previous_term=register.previous_term,
             now_ns=self.clock_ns(),
         )

@@ -94,6 +94,18 @@ class _OneStrideMore(Reader):
         return read
 
 
+class _ReadsAgain(Reader):
+    """Lets a request that was preempted post its read again."""
+
+    def ended(self, request_id: str, *args: Any) -> None:
+        read = self.get(request_id)
+        answer = None if read is None else read.answer
+        super().ended(request_id, *args)
+        if read is not None and answer is not None:
+            read.answer = answer
+            read.state = State.GRANTED
+
+
 # ---- decode ----------------------------------------------------------------------------------
 
 
@@ -350,15 +362,15 @@ class _AddsInventory(_Remembers):
 class _NoInheritWait(Lessor):
     """Grants at once what an earlier term may have granted."""
 
-    def _inherit_wait_ns(self, engine: Engine, quiet_ns: int | None, previous_term: int) -> int:
+    def _inherit_wait_ns(self, *args: Any) -> int:
         return 0
 
 
 class _InheritWaitOfR(Lessor):
     """Waits only as long as a read takes."""
 
-    def _inherit_wait_ns(self, engine: Engine, quiet_ns: int | None, previous_term: int) -> int:
-        wait_ns = super()._inherit_wait_ns(engine, quiet_ns, previous_term)
+    def _inherit_wait_ns(self, *args: Any) -> int:
+        wait_ns = super()._inherit_wait_ns(*args)
         return min(wait_ns, stretched_ns(self.config.longest_read_ns))
 
 
@@ -372,10 +384,17 @@ class _InheritWaitFromTakeover(Lessor):
         self._took_over_ns = now_ns
         super().restore(snapshot, now_ns)
 
-    def _inherit_wait_ns(self, engine: Engine, quiet_ns: int | None, previous_term: int) -> int:
-        wait_ns = super()._inherit_wait_ns(engine, quiet_ns, previous_term)
+    def _inherit_wait_ns(self, *args: Any) -> int:
+        wait_ns = super()._inherit_wait_ns(*args)
         span_ns = stretched_ns(self.leader_ttl_ns + self.config.longest_read_ns)
         return min(wait_ns, max(0, self._took_over_ns + span_ns - self._now_ns))
+
+
+class _OwnSpansOnly(Lessor):
+    """Waits for an earlier term's readers by its own longest read."""
+
+    def register(self, *args: Any, **kwargs: Any) -> None:
+        super().register(*args, **{**kwargs, "hold_ns": 0})
 
 
 class _ReleasesInWait(Lessor):
@@ -454,6 +473,7 @@ MUTANTS = (
     Mutant(
         "inherit wait of leader TTL + R from takeover", Cores(lessor=_InheritWaitFromTakeover), "7"
     ),
+    Mutant("inherit wait by its own R", Cores(lessor=_OwnSpansOnly), "7"),
     Mutant("release confirmed during the inherit wait", Cores(lessor=_ReleasesInWait), "7"),
     Mutant("no strike on Release", Cores(retentions=_NoStrike), "12"),
     Mutant("D frees on its own cap", Cores(retentions=_FreesOnItsOwnCap), "10"),
@@ -462,6 +482,7 @@ MUTANTS = (
     Mutant("deposed leader that acknowledges", Cores(lessor=_DeposedAcknowledges), "9"),
     Mutant("no drift margin", Cores(drift_margin=False), "4, 7, 10"),
     Mutant("window counted from the answer", Cores(prefill=_WindowFromAnswer), "13"),
+    Mutant("a grant posted twice", Cores(reader=_ReadsAgain), "13"),
     Mutant("D waits TTL only", Cores(session=_WaitsTtlOnly), "10"),
     Mutant("echo without term", Cores(lessor=_EchoWithoutTerm), "3"),
     Mutant("dead session revived", Cores(lessor=_RaisesTheDead), "4"),

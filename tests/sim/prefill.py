@@ -156,6 +156,7 @@ class Prefill(Node):
                 retention.digests.values,
                 retention.token_count,
             )
+            self.sim.checkers.compared(request.prompt, request.lease_id, common_tokens)
         self._take(
             request,
             Answer(
@@ -248,6 +249,11 @@ class Prefill(Node):
             self._forget(request)
         else:
             assert read is not None
+            if self.sim.mishap(0.1):  # it is preempted, and scheduled once more
+                again = self.reader.decide(request.request_id, 0, self.clock_ns())
+                if again is not None and again.state is State.GRANTED:
+                    self._post(request, again, 0)
+                    return
             self.compute(request, read.reused_tokens, read.verdict)
 
     def compute(self, request: Request, reused_tokens: int, verdict: int) -> None:

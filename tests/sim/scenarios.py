@@ -101,6 +101,24 @@ def two_leaders_and_two_readers(cores: Cores) -> None:
         it.wait(it.weather.longest_read_ns + S)
 
 
+def two_leaders_and_a_longer_read(cores: Cores) -> None:
+    """The second leader was started with a shorter longest read than the first one."""
+    with stage(cores, longest_read_ns=10 * S, shorter_read_ns=S) as it:
+        it.second.crash_silently()
+        it.unlucky = True  # its settings are the shorter ones
+        it.second.restart()
+        it.unlucky = False
+        it.connect()
+        kept = it.retain()
+        it.span_ns = it.weather.longest_read_ns - 50 * MS
+        it.ask(it.lease_id(kept), it.first)
+        it.wait(50 * MS)
+        it.leave(it.second)
+        it.connect()
+        it.end(it.second)
+        it.wait(it.weather.longest_read_ns + S)
+
+
 def lease_asked_for_again_after_failover(cores: Cores) -> None:
     """A lease is granted, its reader dies; after a failover two turns come with it."""
     with stage(cores) as it:
@@ -261,6 +279,7 @@ SCENARIOS: tuple[Callable[[Cores], None], ...] = (
     read_as_trust_ends_at_20_percent,
     two_leaders_and_a_slow_read,
     two_leaders_and_two_readers,
+    two_leaders_and_a_longer_read,
     lease_asked_for_again_after_failover,
     notice_of_a_read_that_was_given_up,
     register_that_comes_late,

@@ -28,6 +28,8 @@ class Weather:
     heartbeat_ns: int = S
     longest_read_ns: int = 2 * S
     """R."""
+    shorter_read_ns: int = 0
+    """R of every other start of a lease service, where it is set anew; 0: it is not."""
     question_ns: int = 50 * MS
     """Q."""
     policy: Policy = Policy.IDLE
@@ -35,6 +37,10 @@ class Weather:
     max_hold_ns: int = 20 * S
     drift_percent: int = 1
     """rho, as the cores are told; clocks drift by up to this."""
+    leases_per_engine: int = 1_000
+    expiries_per_tick: int = 1_000
+    conversations_known: int = 1_000
+    """Conversations without a lease that a lease service remembers."""
     decodes: int = 2
     prefills: int = 2
     ranks: int = 2
@@ -124,6 +130,9 @@ def weather_of(random: Random) -> Weather:
     if profile == "drift":
         drift_percent = 20
 
+    question_ns = random.choice((50 * MS, 50 * MS, 500 * MS, 800 * MS))
+    shorter_read_ns = max(longest_read_ns // 3, question_ns + 200 * MS)
+
     def perhaps(chance: float, value: float) -> float:
         return value if random.random() < chance else 0.0
 
@@ -136,13 +145,17 @@ def weather_of(random: Random) -> Weather:
     return Weather(
         profile=profile,
         ttl_ns=ttl_ns,
-        question_ns=random.choice((50 * MS, 50 * MS, 500 * MS, 800 * MS)),
+        shorter_read_ns=shorter_read_ns if random.random() < 0.15 else 0,
+        question_ns=question_ns,
         heartbeat_ns=ttl_ns // random.choice((4, 5)),
         longest_read_ns=longest_read_ns,
         policy=random.choice((Policy.IDLE, Policy.IDLE, Policy.PRESSURE, Policy.FIXED_TTL)),
         idle_ns=min(max_hold_ns, random.choice((3, 6, 10)) * S),
         max_hold_ns=max_hold_ns,
         drift_percent=drift_percent,
+        leases_per_engine=random.choice((1_000, 1_000, 1_000, 3)),
+        expiries_per_tick=random.choice((1_000, 1)),
+        conversations_known=random.choice((1_000, 1_000, 1)),
         decodes=random.choice((1, 2, 2)),
         prefills=random.choice((1, 2, 2)),
         ranks=random.choice((1, 2, 2)),

@@ -73,16 +73,18 @@ class EngineSessionRequest(_message.Message):
     def __init__(self, session_number: _Optional[int] = ..., sequence: _Optional[int] = ..., register: _Optional[_Union[RegisterEngine, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., grant: _Optional[_Union[Grant, _Mapping]] = ..., freed: _Optional[_Union[RetentionFreed, _Mapping]] = ...) -> None: ...
 
 class RegisterEngine(_message.Message):
-    __slots__ = ("engine", "inventory", "quiet", "previous_term")
+    __slots__ = ("engine", "inventory", "quiet", "previous_term", "hold")
     ENGINE_FIELD_NUMBER: _ClassVar[int]
     INVENTORY_FIELD_NUMBER: _ClassVar[int]
     QUIET_FIELD_NUMBER: _ClassVar[int]
     PREVIOUS_TERM_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
     engine: EngineDescription
     inventory: _containers.RepeatedCompositeFieldContainer[_common_pb2.Retention]
     quiet: _duration_pb2.Duration
     previous_term: int
-    def __init__(self, engine: _Optional[_Union[EngineDescription, _Mapping]] = ..., inventory: _Optional[_Iterable[_Union[_common_pb2.Retention, _Mapping]]] = ..., quiet: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., previous_term: _Optional[int] = ...) -> None: ...
+    hold: _duration_pb2.Duration
+    def __init__(self, engine: _Optional[_Union[EngineDescription, _Mapping]] = ..., inventory: _Optional[_Iterable[_Union[_common_pb2.Retention, _Mapping]]] = ..., quiet: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., previous_term: _Optional[int] = ..., hold: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class Heartbeat(_message.Message):
     __slots__ = ("echo_term", "echo_sequence", "withdrawn", "memory")

@@ -28,8 +28,8 @@ _MILLISECOND_NS = 1_000_000
 CLOCK_DRIFT = Fraction(1, 100)
 """rho: bound on the drift of any machine's clock."""
 
-_SESSION_TTL_MAX_NS = 3600 * _SECOND_NS
-_LONGEST_READ_MAX_NS = 600 * _SECOND_NS
+SESSION_TTL_MAX_NS = 3600 * _SECOND_NS
+LONGEST_READ_MAX_NS = 600 * _SECOND_NS
 _SPAN_MAX_NS = 7 * 24 * 3600 * _SECOND_NS
 _COUNT_MAX = 100_000_000
 _LEADERSHIP_MIN_NS = 2 * _SECOND_NS  # etcd grants no less
@@ -171,12 +171,12 @@ class LessorConfig:
             "or lower --question-deadline",
         )
         _check(
-            self.session_ttl_ns <= _SESSION_TTL_MAX_NS,
-            f"session-ttl must be at most {_SESSION_TTL_MAX_NS // _SECOND_NS} seconds",
+            self.session_ttl_ns <= SESSION_TTL_MAX_NS,
+            f"session-ttl must be at most {SESSION_TTL_MAX_NS // _SECOND_NS} seconds",
         )
         _check(
-            self.longest_read_ns <= _LONGEST_READ_MAX_NS,
-            f"longest-read must be at most {_LONGEST_READ_MAX_NS // _SECOND_NS} seconds",
+            self.longest_read_ns <= LONGEST_READ_MAX_NS,
+            f"longest-read must be at most {LONGEST_READ_MAX_NS // _SECOND_NS} seconds",
         )
         _check(self.idle_ns > 0, "idle must be above 0")
         _check(

@@ -28,7 +28,8 @@ the session is dead for ever. A session that has echoed nothing yet grants nothi
 Inherit wait (rule 7): a lease that a Register brings and this term did not grant may be being
 read under a grant of an earlier term. Such a grant was given while that term trusted the
 engine, at most TTL after the engine last vouched, and its read ends R after. So for
-K*(TTL + R) - quiet after the Register the lease is neither granted nor confirmed as released.
+K*(TTL + R) - quiet after the Register the lease is neither granted nor confirmed as released,
+TTL and R being the longest of any term: the engine tells that hold, in case it was shortened.
 If the engine's previous session was with this same term, nothing is unknown and nothing waits.
 
 Once (rule 6): a lease is granted to one reader, ever. What an engine's next session brings again
@@ -239,13 +240,15 @@ class Lessor:
         quiet_ns: int | None,
         previous_term: int,
         now_ns: int,
+        hold_ns: int = 0,
     ) -> None:
         """Opens a session, which replaces all that was believed about the engine.
 
         `quiet_ns` is the engine's time since it last vouched for any retention, None if it never
-        did. Leases over a limit are ended at once, not refused: an earlier term's reader may
-        remain. Raises SessionFenced, IncarnationInUse, EnginesExhausted or InvalidArgument, and
-        has then changed nothing.
+        did; `hold_ns` for how long after that a reader of any earlier term may remain. Leases over
+        a limit are ended at once, not refused: an earlier term's reader may remain. Raises
+        SessionFenced, IncarnationInUse, EnginesExhausted or InvalidArgument, and has then changed
+        nothing.
         """
         self._advance(now_ns)
         self._check_registration(session_id, info, inventory)
@@ -254,7 +257,7 @@ class Lessor:
             self._effects.append(EndSession(_session_id(engine), SessionFenced()))
         if engine.incarnation != session_id.incarnation:
             self._replace_incarnation(engine, session_id.incarnation)
-        wait_ns = self._inherit_wait_ns(engine, quiet_ns, previous_term)
+        wait_ns = self._inherit_wait_ns(engine, quiet_ns, hold_ns, previous_term)
         engine.number = session_id.number
         engine.info = info
         engine.remembered = True
@@ -634,13 +637,16 @@ class Lessor:
         engine.remembered = False
         self._engines.replace_incarnation(engine, incarnation)
 
-    def _inherit_wait_ns(self, engine: Engine, quiet_ns: int | None, previous_term: int) -> int:
+    def _inherit_wait_ns(
+        self, engine: Engine, quiet_ns: int | None, hold_ns: int, previous_term: int
+    ) -> int:
         """Returns how long readers of earlier terms may remain after this Register."""
         if quiet_ns is None:  # never vouched, so no term could grant
             return 0
         if previous_term == self.term and engine.remembered:
             return 0
-        return max(0, self._inherit_bound_ns - quiet_ns)
+        # An earlier term may have allowed longer reads than this one does.
+        return max(0, max(self._inherit_bound_ns, hold_ns) - quiet_ns)
 
     def _take_inventory(
         self, engine: Engine, inventory: Sequence[Retention], inherit_until_ns: int, now_ns: int

@@ -189,6 +189,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     ) -> SessionStream:
         info = wire.engine_info(register.engine)
         quiet_ns = wire.quiet_ns(register)
+        hold_ns = wire.hold_ns(register)
         inventory: list[Retention] = []
         for index, message in enumerate(register.inventory):
             if index % _RETENTIONS_PER_STEP == _RETENTIONS_PER_STEP - 1:
@@ -203,6 +204,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                 info,
                 inventory,
                 quiet_ns=quiet_ns,
+                hold_ns=hold_ns,
                 previous_term=register.previous_term,
                 now_ns=now_ns,
             )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.duration_pb2 import Duration
 
 from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, stretched_ns
 from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
 from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
 from kvturn_lease.errors import InvalidArgument
@@ -48,6 +49,7 @@ _NUMBER_MAX = 2**63 - 1
 PAGE_SIZE_MAX = 1_000
 _PAGE_SIZE_DEFAULT = 100
 RESOLVE_WAIT_MAX_NS = _SECOND_NS
+HOLD_MAX_NS = stretched_ns(SESSION_TTL_MAX_NS + LONGEST_READ_MAX_NS)
 
 _WITHDRAW_REASONS = (ReleaseReason.PRESSURE, ReleaseReason.EXPIRED, ReleaseReason.SUPERSEDED)
 _FREED_REASONS = (ReleaseReason.CONSUMED, ReleaseReason.EXPIRED)
@@ -212,6 +214,16 @@ def quiet_ns(register: lease_pb2.RegisterEngine) -> int | None:
     if not register.HasField("quiet"):
         return None
     return span_ns(register.quiet, "register.quiet")
+
+
+def hold_ns(register: lease_pb2.RegisterEngine) -> int:
+    """Reads for how long earlier terms' readers may remain; 0 if there are none.
+
+    Raises InvalidArgument.
+    """
+    span = span_ns(register.hold, "register.hold")
+    _check(span <= HOLD_MAX_NS, "register.hold", "must not exceed the longest that is ever allowed")
+    return span
 
 
 def withdrawn(
