@@ -143,6 +143,17 @@ class EtcdServer:
         assert process.returncode == 0 or not ok, error.decode()
         return printed.decode()
 
+    async def fill(self) -> None:
+        """Puts keys that begin with "filler" until it raises its alarm for want of space.
+
+        Start it with a small --quota-backend-bytes.
+        """
+        for number in range(1_000):
+            if "NOSPACE" in await self.ctl("alarm", "list"):
+                return
+            await self.ctl("put", f"filler{number}", "x" * 100_000, ok=False)
+        raise AssertionError("etcd takes all that it gets")
+
     def kill(self) -> None:
         """Kills it with -9; nothing if it does not run."""
         if self._process is not None:

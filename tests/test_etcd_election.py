@@ -241,8 +241,7 @@ async def test_an_etcd_without_space_leaves_the_leader_in_office(tmp_path: Path)
     quota = ("--quota-backend-bytes", str(1024 * 1024))
     async with EtcdServer(tmp_path, *quota) as etcd, Candidate(tmp_path, etcd, "a") as leader:
         await until(leader.leads)
-        for number in range(12):
-            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 2)
+        await etcd.fill()
         async with leader.engine("d1", "i1", 1) as engine:
             await engine.read()
             ends_s = time.monotonic() + LEADERSHIP_S + 0.3

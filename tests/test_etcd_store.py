@@ -274,8 +274,7 @@ async def test_an_etcd_without_space_costs_records_and_one_line(
         store, _ = await terms.begin()
         store.record([session()])
         await terms.settled(store)
-        for number in range(11):
-            await etcd.ctl("put", f"filler{number}", "x" * 100_000, ok=number < 2)
+        await etcd.fill()
         with caplog.at_level(logging.WARNING):
             store.record(held(1))
             await terms.settled(store)
