@@ -57,7 +57,7 @@ SPANS = (
     f"--longest-read={LONGEST_READ_S}",
 )
 TOKENS = list(range(100))
-SCOPE = Scope(tenant="t", model="m")
+SCOPE = Scope(tenant="", model="m")
 UNREACHABLE = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
 GUARD_S = 20.0
 _taken: set[int] = set()
@@ -66,7 +66,8 @@ _threads = ThreadPoolExecutor(32, "lease-rig")
 
 
 def conversation(name: str) -> common_pb2.ConversationKey:
-    return common_pb2.ConversationKey(tenant="t", model="m", conversation_id=name)
+    """As a router names it for a client without a key."""
+    return common_pb2.ConversationKey(model="m", conversation_id=name)
 
 
 class LeaseProcess:
@@ -249,6 +250,7 @@ class Engine:
         name: str = "d1",
         incarnation: str | None = None,
         question_s: float = PATIENT_S,
+        http_address: str = "",
     ) -> None:
         self.incarnation = incarnation or name
         nixl = common_pb2.NixlAddress(
@@ -258,6 +260,7 @@ class Engine:
             engine_id=name,
             incarnation=self.incarnation,
             role=common_pb2.ENGINE_ROLE_DECODE,
+            http_address=http_address,
             nixl=nixl,
         )
         retentions = Retentions(self.incarnation, 100, 480 * 10**9)
@@ -301,9 +304,8 @@ class Engine:
     async def ask(self, lease_id: str, name: str) -> Answer | int:
         """Asks as prefill does. Returns the answer, or the verdict where there was none."""
         number = str(next(self._questions))
-        self.client.ask(
-            Question(number, lease_id, conversation(name), TOKENS, SCOPE, "", boottime_ns())
-        )
+        key = conversation(name)
+        self.client.ask(Question(number, lease_id, key, TOKENS, SCOPE, "", boottime_ns()))
         answers: list[tuple[Question, Answer | int]] = []
         await until(lambda: bool(answers.extend(self.client.take_answers()) or answers), GUARD_S)
         ((question, answer),) = answers

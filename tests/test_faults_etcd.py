@@ -77,7 +77,7 @@ async def test_without_etcd_nobody_leads_and_turns_recompute(tmp_path: Path, fau
         Engine([leader.endpoint]) as decode,
         Engine([leader.endpoint], "p1") as prefill,
         Engine([leader.endpoint], "p2", question_s=QUESTION_S) as hasty,
-        router(f"--lease={leader.endpoint}") as rig,
+        router(f"--lease={leader.endpoint}", "--question-deadline-ms=1000") as rig,
     ):
         decode.retain(1, "a")
         lease_id = await leader.lease_of("a")
@@ -85,10 +85,15 @@ async def test_without_etcd_nobody_leads_and_turns_recompute(tmp_path: Path, fau
         broken_s = time.monotonic()
 
         async def gives_up() -> bool:
-            return await leader.stance() == "STORE_UNAVAILABLE"
+            return not await leader.leads()
 
         await until(gives_up)
         assert time.monotonic() - broken_s < LEADERSHIP_S + LATE_S
+
+        async def says_why() -> bool:
+            return await leader.stance() == "STORE_UNAVAILABLE"
+
+        await until(says_why)
         answers = [await timed(hasty.ask(lease_id, "a")) for _ in range(20)]
         assert {answer for answer, _ in answers} == {common_pb2.VERDICT_STORE_UNAVAILABLE}
         assert sum(seconds for _, seconds in answers) < 20 * QUESTION_S / 2
@@ -206,11 +211,11 @@ async def test_an_etcd_that_restarts_near_the_end_of_every_ttl_revives_no_engine
         services = [leader, standby]
         async with engine_process([one.endpoint for one in services], "d1", "one") as decode:
             await decode.tell("retain", 1, "a")
-            lease_id = await leader.lease_of("a")
+            lease_id = await lease_of(services, "a")
             decode.send_signal(signal.SIGSTOP)
 
             async def is_away() -> bool:
-                return "d1" not in await leader.engines()
+                return not any("d1" in await service.engines() for service in services)
 
             await until(is_away)
 

@@ -27,6 +27,7 @@ from lease_rig import (
     timed,
 )
 from router_harness import router, turn_body
+from stub_engine import CHAT, Reply, Seen
 from tcp_proxy import TcpProxy
 
 from kvturn_connector.reader import Answer
@@ -115,15 +116,17 @@ async def test_prefill_is_answered_whatever_the_lease_service_does(
         await service.mend(fault)
         mended_s = time.monotonic()
 
-        async def hears() -> bool:
-            return isinstance(await hasty.ask(lease_b, "b"), Answer)
-
-        await until(hears)
+        for reader in (hasty, prefill):
+            await until(lambda reader=reader: _hears(reader, lease_b, "b"))
         decode.retain(3, "c")
         lease_c = await service.process.lease_of("c")
         assert await prefill.granted(lease_c, "c")
         assert time.monotonic() - mended_s < 3.0
         assert not await prefill.granted(lease_b, "b")
+
+
+async def _hears(reader: Engine, lease_id: str, name: str) -> bool:
+    return isinstance(await reader.ask(lease_id, name), Answer)
 
 
 @pytest.mark.parametrize("fault", ["frozen", "swallowed", "killed"])
@@ -168,6 +171,41 @@ async def test_a_session_outlives_a_freeze_shorter_than_its_ttl(tmp_path: Path) 
         lease_id = await service.process.lease_of("b")
         assert await prefill.granted(lease_id, "b")
         assert 2 not in decode.freed
+
+
+@pytest.mark.fault
+async def test_a_stuck_read_is_given_up_by_what_the_lease_service_says(tmp_path: Path) -> None:
+    """Granted, posted, and no word since: the router sends the turn again without the lease."""
+    async with (
+        lease_service(tmp_path) as service,
+        router(
+            f"--lease={service.endpoint}", "--read-margin-ms=100", "--question-deadline-ms=5000"
+        ) as rig,
+        Engine([service.endpoint], http_address=rig.decode.url) as decode,
+        Engine([service.endpoint], "p1") as prefill,
+    ):
+        decode.retain(1, "a")
+        await until(lambda: decode.client.registered)
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            lease_id = seen.json["kv_transfer_params"]["kvturn"].get("lease_id")
+            if lease_id:
+                assert await prefill.granted(lease_id, "a")
+                await seen.gone.wait()
+            else:
+                await reply.json(rig.prefill.prefill_answer())
+
+        rig.prefill.script(CHAT, play)
+        verdicts: list[str] = []
+
+        async def read() -> bool:
+            answer = await rig.post(turn_body(conversation_id="a"))
+            verdicts.append(answer.verdict)
+            return answer.status == 200 and answer.verdict == "read_too_long"
+
+        await until(read)
+        assert set(verdicts[:-1]) <= {"no_lease", "first_turn"}
+        await until(lambda: 1 in decode.freed)
 
 
 # --- decode engines -------------------------------------------------------------------------------

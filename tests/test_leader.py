@@ -110,8 +110,22 @@ def test_a_silent_one_is_probed_also_while_another_leads() -> None:
     leader.silent(A, asked_ns=1)
     leader.leads(B, 2)
     assert leader.doubted == [A]
-    leader.lost(A)
-    assert leader.doubted == []
+    leader.lost(A)  # What does not answer may refuse connections, too.
+    assert (asked(leader), leader.doubted) == ([B], [A])
+    leader.answers(A, 3)
+    assert (asked(leader), leader.doubted) == ([B, A], [])
+
+
+def test_one_that_fell_silent_or_was_lost_is_broken_until_it_is_heard() -> None:
+    """Then it is probed over a new connection; the old one may be dead, or wait to reconnect."""
+    leader = Leader([A, B, C])
+    leader.leads(C, 1)
+    leader.silent(A, asked_ns=2)
+    leader.lost(B)
+    assert [leader.is_broken(one) for one in (A, B, C)] == [True, True, False]
+    leader.stands_by(A, "", 3)
+    leader.leads(B, 4)
+    assert not any(leader.is_broken(one) for one in (A, B, C))
 
 
 def test_one_that_wakes_up_as_leader_does_not_replace_the_one_that_answers() -> None:

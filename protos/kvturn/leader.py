@@ -29,6 +29,7 @@ class Leader:
         self._first = self._endpoints[0]
         self._known = False
         self._silent: set[str] = set()
+        self._broken: set[str] = set()
         self._heard_ns: dict[str, int] = {}
 
     @property
@@ -48,9 +49,9 @@ class Leader:
             return list(self._endpoints)
         return [one for one in self._endpoints if one in self._silent]
 
-    def is_silent(self, endpoint: str) -> bool:
-        """True from its silence until it has answered a probe."""
-        return endpoint in self._silent
+    def is_broken(self, endpoint: str) -> bool:
+        """True from its silence or the failure of its connection until it is heard again."""
+        return endpoint in self._broken
 
     def next(self, tried: Collection[str]) -> str | None:
         """Returns whom to ask after all of `tried`; None when nobody is left to ask."""
@@ -88,7 +89,7 @@ class Leader:
 
     def lost(self, endpoint: str) -> None:
         """It could not be connected to, or the connection broke."""
-        self._silent.discard(endpoint)
+        self._broken.add(endpoint)
         self._leave(endpoint)
 
     def silent(self, endpoint: str, asked_ns: int) -> None:
@@ -96,6 +97,7 @@ class Leader:
         if self._heard_ns.get(endpoint, -1) >= asked_ns:
             return  # Slow with this one answer, not frozen.
         self._silent.add(endpoint)
+        self._broken.add(endpoint)
         self._leave(endpoint)
 
     def doubt(self, endpoint: str) -> None:
@@ -105,6 +107,7 @@ class Leader:
 
     def _hear(self, endpoint: str, now_ns: int) -> None:
         self._silent.discard(endpoint)
+        self._broken.discard(endpoint)
         self._heard_ns[endpoint] = now_ns
 
     def _leave(self, endpoint: str) -> None:

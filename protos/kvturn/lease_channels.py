@@ -39,8 +39,9 @@ _CHANNEL_OPTIONS = (
     # One attempt per call: the deadline is far below a retry's backoff.
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    # In fact the shortest time that a connection is given to come about.
+    ("grpc.min_reconnect_backoff_ms", 1_000),
     # An idle channel would have to connect again within the question deadline.
     ("grpc.client_idle_timeout_ms", 2**31 - 1),
     # A new channel is a new connection: the old one may be dead without a word.
@@ -202,9 +203,9 @@ class LeaseChannels:
             self._note()
 
     async def _probe(self, endpoint: str) -> None:
-        """Asks the endpoint who it is; one that was silent over a new connection."""
+        """Asks the endpoint who it is; a broken one over a new connection, without a backoff."""
         old = self._channels[endpoint]
-        channel = _connect(endpoint) if self.leader.is_silent(endpoint) else old
+        channel = _connect(endpoint) if self.leader.is_broken(endpoint) else old
         try:
             await self.check(endpoint, channel)
         finally:
@@ -239,8 +240,8 @@ class LeaseChannels:
         return found
 
     def _replace(self, endpoint: str, channel: grpc.aio.Channel) -> None:
-        """Takes the new channel if it brought more than silence; closes the other."""
-        if not self.leader.is_silent(endpoint):
+        """Takes the new channel if it brought an answer; closes the other."""
+        if not self.leader.is_broken(endpoint):
             channel, self._channels[endpoint] = self._channels[endpoint], channel
             self._stubs[endpoint] = _stub(self._channels[endpoint])
         task = asyncio.get_running_loop().create_task(channel.close(RETIRE_S))
