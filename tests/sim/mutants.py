@@ -35,6 +35,8 @@ class Mutant:
     cores: Cores
     rule: str
     """The rule that it breaks."""
+    seed: int = 0
+    """A seed that catches it, where no directed scenario does."""
 
 
 # ---- prefill ---------------------------------------------------------------------------------

@@ -181,7 +181,7 @@ def register_as_the_hold_runs_out(cores: Cores) -> None:
     for step in range(36):
         with stage(cores, services=1) as it:
             it.connect()
-            kept = it.retain()
+            it.retain()
             it.wait(step * 15 * MS)
             it.first.crash_silently()
             stream = it.decode.stream
@@ -194,10 +194,9 @@ def register_as_the_hold_runs_out(cores: Cores) -> None:
             it.first.restart()
             it.wait_for(lambda: it.decode.session.registered)
             it.wait(S)
-            if it.decode.session.retentions.last_vouched_ns is not None or not kept.held:
-                it.network.fixed_ns = 2 * MS
-                number = it.decode.session.retentions._session_number
-                it.ask(f"{kept}.{number}", it.first)
+            it.network.fixed_ns = TRIP_NS
+            for lease_id in it.offered(it.first):
+                it.ask(lease_id, it.first)
                 it.wait(S)
 
 

@@ -126,6 +126,16 @@ class Stage(Simulation):
         prefill.submit(request)
         return request
 
+    def offered(self, service: LeaseService) -> list[str]:
+        """Returns the leases that a lease service knows of."""
+        views = service.answer(
+            lambda lessor, now_ns: lessor.list_leases(
+                engine_id="", key=None, after="", count_max=9, now_ns=now_ns
+            )
+        )
+        assert isinstance(views, list)
+        return [str(view.lease_id) for view in views]
+
     def end(self, service: LeaseService) -> None:
         """The client ends the conversation, at one of the lease services."""
         self.network.send(self.router, service, service.end_conversation, KEY)
