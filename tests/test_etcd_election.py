@@ -7,6 +7,7 @@ import contextlib
 import secrets
 import signal
 import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import grpc
@@ -278,11 +279,10 @@ async def renewed(etcd: EtcdServer) -> bool:
 async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
     """Engines with retentions come, heartbeat and go: but for the leader's, keys and etcd leases
     are none in the end. Heartbeats in between add no revision."""
-    spans = ("--session-ttl=0.4", "--heartbeat=0.1")
-    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a", *spans) as leader:
+    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as leader:
         await until(leader.leads)
         async with contextlib.AsyncExitStack() as stack:
-            engines = []
+            beats: Counter[str] = Counter()
             for number in range(5):
                 name = f"d{number}"
                 engine = await stack.enter_async_context(leader.engine(name, f"inc-{name}", 1))
@@ -291,19 +291,17 @@ async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
                 retention = engine.retention(1)
                 retention.conversation.conversation_id = f"c{number}"
                 await engine.send(grant=lease_pb2.Grant(retention=retention))
-                engines.append(engine)
+                beating = asyncio.create_task(keep_beating(engine, beats))
+                stack.callback(beating.cancel)
             keys = ("get", "kvturn/", "--prefix", "--keys-only")
 
             async def all_recorded() -> bool:
-                for engine in engines:
-                    await engine.beat()
                 return len((await etcd.ctl(*keys)).split()) == 11
 
             await until(all_recorded)
             before = await etcd.ctl("get", "none", "--write-out", "fields")
-            for _ in range(20):
-                for engine in engines:
-                    await engine.beat()
+            beats.clear()
+            await until(lambda: len(beats) == 5 and min(beats.values()) >= 20)
             after = await etcd.ctl("get", "none", "--write-out", "fields")
             assert revision_of(after) == revision_of(before)
 
@@ -313,6 +311,14 @@ async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
             return found == ["kvturn/leader"] and "found 1 leases" in leases
 
         await until(only_the_leader_is_left, 15)
+
+
+async def keep_beating(engine: RawEngine, beats: Counter[str]) -> None:
+    """Heartbeats for an engine, and counts them."""
+    while True:
+        await engine.beat()
+        beats[engine.name] += 1
+        await asyncio.sleep(0.05)
 
 
 def revision_of(fields: str) -> str:
