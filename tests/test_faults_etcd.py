@@ -215,7 +215,7 @@ async def test_an_etcd_that_restarts_near_the_end_of_every_ttl_revives_no_engine
             decode.send_signal(signal.SIGSTOP)
 
             async def is_away() -> bool:
-                return not any("d1" in await service.engines() for service in services)
+                return "d1" not in [name for each in services for name in await each.engines()]
 
             await until(is_away)
 
