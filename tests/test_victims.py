@@ -133,6 +133,22 @@ def test_a_turn_in_flight_is_no_reason_to_learn_that_silent_ones_stay_away() -> 
     assert learned[0] == learned[1]
 
 
+def test_agents_that_heartbeat_and_return_at_once_are_learned_as_expected() -> None:
+    """All are expected from their first second on and read after ten: at 30 s it is over."""
+    victims = Victims()
+    for number in range(1_000, 1_600):
+        retain(victims, number)
+        victims.outlook(number, Outlook.EXPECTED, SECOND_NS)
+        if number % 2:
+            victims.consumed(number, 10 * SECOND_NS)
+        else:
+            victims.ended(number, 300 * SECOND_NS)
+    for number, age_s in ((1, 5), (2, 30)):
+        retain(victims, number, at_s=1000 - age_s)
+        victims.outlook(number, Outlook.EXPECTED, (1001 - age_s) * SECOND_NS)
+    assert victims.choose(10, 1000 * SECOND_NS) == [2]
+
+
 def test_what_is_learned_follows_the_traffic() -> None:
     """First turns used to return and no longer do; second turns the other way round."""
     victims = Victims()

@@ -49,7 +49,7 @@ LEARNED_MAX = 20_000
 """Ends that count; past it all are halved, so that what is learned follows the traffic."""
 
 ASKED_FOR_NS = 30_000_000_000
-"""One that is read so soon after it became expected was: because its turn had begun."""
+"""For how long a turn may have been in flight that ends in a read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,10 +100,10 @@ class _Kept:
     """One retention that may be given up."""
 
     __slots__ = (
-        "asked_for_ns",
         "blocks",
         "cell",
         "entered_range",
+        "expected_ns",
         "outlook",
         "outlook_before",
         "retained_ns",
@@ -118,8 +118,19 @@ class _Kept:
         self.entered_range = 0
         """Range of ages in which it got its outlook."""
         self.outlook_before = Outlook.NORMAL
-        self.asked_for_ns = -1
+        self.expected_ns = -1
         self.cell = (0, 0, 0)
+
+    def was_asked_for(self, now_ns: int) -> bool:
+        """Tells whether one that is read now is expected only because its turn is in flight.
+
+        If its client had said that it will be back, it would have been expected for longer than
+        not.
+        """
+        if self.expected_ns < 0:
+            return False
+        expected_for_ns = now_ns - self.expected_ns
+        return expected_for_ns < min(ASKED_FOR_NS, self.expected_ns - self.retained_ns)
 
 
 class _History:
@@ -221,7 +232,7 @@ class Victims:
             return
         history = self._histories[kept.outlook]
         self._learn(kept, history.left if new == Outlook.IDLE else history.stopped, now_ns)
-        kept.asked_for_ns = now_ns if new == Outlook.EXPECTED else -1
+        kept.expected_ns = now_ns if new == Outlook.EXPECTED else -1
         kept.outlook_before, kept.outlook = kept.outlook, new
         kept.entered_range = _range_of(now_ns - kept.retained_ns)
         self._take(number, kept)
@@ -232,15 +243,13 @@ class Victims:
         kept = self._remove(number)
         if kept is None:
             return
-        if kept.asked_for_ns >= 0 and now_ns < kept.asked_for_ns + ASKED_FOR_NS:
-            # Its turn had begun: it returned while it had the outlook before.
+        if kept.was_asked_for(now_ns):  # It returned while it had the outlook before.
             history = self._histories[kept.outlook_before]
             history.stopped[kept.entered_range] -= 1
             history.returned[kept.entered_range] += 1
-            self._returned[kept.turn] += 1
         else:
             self._learn(kept, self._histories[kept.outlook].returned, now_ns)
-            self._returned[kept.turn] += 1
+        self._returned[kept.turn] += 1
 
     def ended(self, number: int, now_ns: int) -> None:
         """Removes one that ended otherwise or is given up now, and learns that it did not return.
