@@ -94,6 +94,10 @@ def under_pressure(scale: Scale) -> dict[str, Setting]:
         settings[f"ours, prior: {name}"] = Setting(Policy.PRESSURE, priors=priors)
     for clients in _clients(scale):
         settings[f"ours, {_told(clients)}"] = Setting(Policy.PRESSURE, clients=clients)
+    long = Setting(Policy.PRESSURE, hold_s=3_600)
+    settings["ours, silent clients, longest hold 3600 s"] = long
+    name = f"ours, {_told(JUDGED)}, longest hold 3600 s"
+    settings[name] = dataclasses.replace(long, clients=JUDGED)
     return settings
 
 
@@ -137,6 +141,11 @@ def bounds(trace: Trace, scale: Scale) -> dict[str, list[float]]:
         possible[f"no foresight, bound: {name}"] = [
             round(frontier.reused_tokens(budget)) for budget in budgets
         ]
+    gone_after_ns = int((JUDGED.linger_s + MISSED_S[-1]) * SECOND_NS)
+    frontier = Frontier(trace, by_turn, gone_after_ns)
+    possible[f"no foresight, bound: turn, {_told(JUDGED)}"] = [
+        round(frontier.reused_tokens(each * trace.end_ns)) for each in memories
+    ]
     return {
         name: [tokens / trace.reusable_tokens for tokens in each] for name, each in possible.items()
     }

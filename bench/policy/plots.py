@@ -24,22 +24,26 @@ def draw_cost(figures: dict[str, Any], file: Path) -> None:
     """Reuse over token-seconds in a memory that is never full."""
     rows = figures["never_full"]
     reference = next(row for row in rows if row["name"] == REFERENCE)
+    cost = {row["name"]: 100 * row["held"][0] / reference["held"][0] for row in rows}
+    reuse = {row["name"]: 100 * row["reuse"][0] for row in rows}
     figure, axes = plt.subplots(figsize=(9, 5.5))
-    groups = {
-        "fixed time": [row for row in rows if row["name"].startswith("fixed")],
-        "idle 60 s, silent clients": [row for row in rows if "silent" in row["name"]],
-        "idle, some clients heartbeat": [
-            row for row in rows if "heartbeat" in row["name"] and row["name"].count(",") == 2
-        ],
-    }
-    for (name, members), marker in zip(groups.items(), "osD", strict=True):
-        held = [100 * row["held"][0] / reference["held"][0] for row in members]
-        reuse = [100 * row["reuse"][0] for row in members]
-        axes.plot(held, reuse, marker, label=name, alpha=0.8)
-        for x, y, row in zip(held, reuse, members, strict=True):
-            label = row["name"].removeprefix("idle, ").replace(" heartbeat, linger", " /")
-            if name != "idle 60 s, silent clients":
-                axes.annotate(label, (x, y), (5, -11), textcoords="offset points", fontsize=7)
+    fixed = [name for name in cost if name.startswith("fixed")]
+    axes.plot([cost[each] for each in fixed], [reuse[each] for each in fixed], "o-", label="fixed")
+    for name in fixed:
+        place = (cost[name], reuse[name])
+        axes.annotate(name, place, (6, -12), textcoords="offset points", fontsize=7)
+    silent = "idle 60 s, silent clients"
+    for linger in ("0 s", "30 s", "120 s"):
+        names = [silent]
+        names += [f"idle, {share}% heartbeat, linger {linger}" for share in (25, 50, 100)]
+        names = [name for name in names if name in cost]
+        axes.plot(
+            [cost[name] for name in names],
+            [reuse[name] for name in names],
+            "D-",
+            markersize=5,
+            label=f"idle; 0, 25, 50, 100 % heartbeat, linger {linger}",
+        )
     curves = figures["frontiers"]
     for name, style in zip(curves, ("k-", "k--", "k:"), strict=True):
         points = curves[name]
@@ -57,7 +61,7 @@ def draw_cost(figures: dict[str, Any], file: Path) -> None:
         ylim=(0, 102),
         xlabel=f"token-seconds held, % of {REFERENCE}",
         ylabel="reusable tokens reused, %",
-        title="Memory that is never full (bounds: all heartbeat, linger 30 s)",
+        title="Memory that is never full (bounds: all clients heartbeat, linger 30 s)",
     )
     axes.legend(fontsize=8, loc="lower right")
     _save(figure, file)
@@ -65,10 +69,10 @@ def draw_cost(figures: dict[str, Any], file: Path) -> None:
 
 def draw_pressure(figures: dict[str, Any], file: Path) -> None:
     """Reuse over the size of the memory."""
-    figure, axes = plt.subplots(figsize=(9, 5.5))
+    figure, axes = plt.subplots(figsize=(11, 5.5))
     memories = [each / 1e6 for each in figures["memories_tokens"]]
     for (name, reuse), style in zip(
-        figures["bounds"].items(), ("k-", "k-.", "k--", "k:"), strict=True
+        figures["bounds"].items(), ("k-", "k-.", "k--", "k:", "b:"), strict=True
     ):
         axes.plot(memories, [100 * each for each in reuse], style, linewidth=1, label=name)
     shown = [
@@ -93,7 +97,7 @@ def draw_pressure(figures: dict[str, Any], file: Path) -> None:
     )
     axes.set_xticks(memories, [f"{each:g}" for each in memories])
     axes.minorticks_off()
-    axes.legend(fontsize=8, loc="upper left")
+    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
     _save(figure, file)
 
 

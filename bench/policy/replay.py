@@ -164,9 +164,12 @@ class _Replay:
                 else:
                     self._client_beats()
             self._now_ns = request.arrival_ns
+            if _blocks(request) > self._total_blocks:
+                self._outcome.delayed += 1
+                continue
             self._waiting.append(request)
             self._serve_waiting()
-            self._outcome.delayed += bool(self._waiting) and self._waiting[-1] is request
+            self._outcome.delayed += bool(self._waiting)  # It is the last one that waits.
         for number in list(self._held):
             self._free(number)
         return self._outcome
@@ -175,18 +178,12 @@ class _Replay:
 
     def _serve_waiting(self) -> None:
         """Serves what waits, in order, as far as there is memory."""
-        while self._waiting:
-            request = self._waiting[0]
-            blocks = -(-request.tokens // BLOCK_TOKENS)
-            if blocks > self._total_blocks:
-                self._outcome.delayed += 1
-            elif not self._serve(request, blocks):
-                return
+        while self._waiting and self._serve(self._waiting[0]):
             self._waiting.popleft()
 
-    def _serve(self, request: Request, blocks: int) -> bool:
+    def _serve(self, request: Request) -> bool:
         """Takes a turn from its arrival to its retention; False if there is no memory for it."""
-        key = _key(request)
+        key, blocks = _key(request), _blocks(request)
         self._read(request)
         if self._setting.policy != Policy.FIXED_TTL:
             short = blocks - self._free_blocks
@@ -292,6 +289,10 @@ class _Replay:
 
 def _key(request: Request) -> ConversationKey:
     return ConversationKey("", "", str(request.conversation))
+
+
+def _blocks(request: Request) -> int:
+    return -(-request.tokens // BLOCK_TOKENS)
 
 
 def _config(setting: Setting) -> LessorConfig:
