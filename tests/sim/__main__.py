@@ -49,15 +49,14 @@ def _run_many(seeds: int) -> bool:
 
 def _hunt_mutants(seeds: int) -> bool:
     survivors = []
-    print(f"\n{'mutant':46} {'rule':>9}  {'caught at seed':>14}  caught in scenario")
+    print(f"\n{'mutant':46} {'rule':>8} {'seed':>5}  {'broke':7}  scenarios that catch it")
     for trophy in hunt(seeds):
-        seed = "-" if trophy.seed is None else str(trophy.seed)
+        mutant, caught = trophy.mutant, trophy.outcome
+        seed, broke = ("-", "-") if caught is None else (str(caught.seed), caught.promise)
         scenarios = ", ".join(trophy.scenarios) or "-"
-        print(
-            f"{trophy.mutant.name:46} {trophy.mutant.rule:>9}  {seed:>14}  {scenarios}", flush=True
-        )
-        if trophy.seed is None and not trophy.scenarios:
-            survivors.append(trophy.mutant.name)
+        print(f"{mutant.name:46} {mutant.rule:>8} {seed:>5}  {broke:7}  {scenarios}", flush=True)
+        if caught is None and not trophy.scenarios:
+            survivors.append(mutant.name)
     for name in survivors:
         print(f"survives: {name}", file=sys.stderr)
     return not survivors

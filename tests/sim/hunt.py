@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from sim.mutants import MUTANTS, Mutant
 from sim.scenarios import SCENARIOS
-from sim.simulation import run_seed
+from sim.simulation import Outcome, run_seed
 from sim.world import Violation
 
 if TYPE_CHECKING:
@@ -21,14 +21,18 @@ class Trophy:
     """Where a mutant was caught."""
 
     mutant: Mutant
-    seed: int | None
-    """The first seed that catches it; None if none did."""
+    outcome: Outcome | None
+    """Of the first seed that catches it; None if none did."""
     scenarios: tuple[str, ...]
     """The directed scenarios that catch it."""
 
 
+_SEEDS_BESIDE_SCENARIO = 300
+"""A mutant that a scenario catches is hunted in so many seeds only."""
+
+
 def hunt(seeds: int) -> Iterator[Trophy]:
-    """Hunts every mutant from seed 0 on, and in all scenarios."""
+    """Hunts every mutant in all scenarios, and in seeds from 0 on."""
     context = multiprocessing.get_context("spawn")
     with context.Pool(os.cpu_count()) as pool:
         tasks = [(index, range(seeds)) for index in range(len(MUTANTS))]
@@ -38,12 +42,16 @@ def hunt(seeds: int) -> Iterator[Trophy]:
 def _hunt_one(task: tuple[int, Sequence[int]]) -> Trophy:
     index, seeds = task
     mutant = MUTANTS[index]
-    return Trophy(mutant, first_seed(mutant, seeds), tuple(scenarios_that_catch(mutant)))
+    scenarios = tuple(scenarios_that_catch(mutant))
+    if scenarios:
+        seeds = seeds[:_SEEDS_BESIDE_SCENARIO]
+    return Trophy(mutant, first_caught(mutant, seeds), scenarios)
 
 
-def first_seed(mutant: Mutant, seeds: Iterable[int]) -> int | None:
-    """Returns the first of the seeds that catches the mutant."""
-    return next((seed for seed in seeds if run_seed(seed, mutant.cores).failure), None)
+def first_caught(mutant: Mutant, seeds: Iterable[int]) -> Outcome | None:
+    """Returns how the first of the seeds went that catches the mutant."""
+    outcomes = (run_seed(seed, mutant.cores) for seed in seeds)
+    return next((outcome for outcome in outcomes if outcome.failure), None)
 
 
 def scenarios_that_catch(mutant: Mutant) -> Iterator[str]:

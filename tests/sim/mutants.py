@@ -11,7 +11,7 @@ from kvturn_connector.retention import Retained, Retentions
 from kvturn_connector.session import EngineSession
 from kvturn_lease.config import stretched_ns
 from kvturn_lease.errors import SessionExpired, SessionFenced
-from kvturn_lease.lease import Lease, LeaseId
+from kvturn_lease.lease import Lease, LeaseId, Retention
 from kvturn_lease.lessor import Lessor, ReadAnswer
 from kvturn_lease.session import Engine, Session, SessionId
 from sim.cores import Cores
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvturn_lease.conversation import ConversationKey
-    from kvturn_lease.lease import Retention
     from kvturn_lease.store import Snapshot
     from kvturn_lease.verdict import Verdict
 
@@ -351,14 +350,19 @@ class _AddsInventory(_Remembers):
         self, engine: Engine, inventory: Sequence[Retention], inherit_until_ns: int, now_ns: int
     ) -> None:
         listed = {retention.lease_id.number for retention in inventory}
-        unlisted = {n: lease for n, lease in engine.leases.items() if n not in listed}
-        for number in unlisted:
-            del engine.leases[number]
-        super()._take_inventory(engine, inventory, inherit_until_ns, now_ns)
-        engine.leases.update(unlisted)
-        for lease in unlisted.values():
-            if not lease.begun and not lease.ended:
-                lease.payload = self._payload(lease)
+        unlisted = [
+            Retention(
+                self._id_of(lease),
+                lease.conversation.key,
+                lease.token_count,
+                lease.block_count,
+                lease.turn,
+                self._payload(lease),
+            )
+            for lease in engine.leases.values()
+            if lease.number not in listed
+        ]
+        super()._take_inventory(engine, [*inventory, *unlisted], inherit_until_ns, now_ns)
 
 
 class _NoInheritWait(Lessor):
@@ -453,7 +457,7 @@ class _AnyonesConversation(Lessor):
 
 MUTANTS = (
     Mutant("no check after DONE", Cores(prefill=_CarelessPrefill), "13"),
-    Mutant("EndRead on abort", Cores(reader=_EndOnAbort), "15"),
+    Mutant("EndRead on abort", Cores(reader=_EndOnAbort), "15", 22),
     Mutant("free without waiting for readers", Cores(lessor=_FreesUnderReaders), "9"),
     Mutant("double grant", Cores(lessor=_GrantsAgain), "6"),
     Mutant("notice without lease id", Cores(decode=_NoticeWithoutLease), "10"),
@@ -462,9 +466,9 @@ MUTANTS = (
     Mutant("Register proves life", Cores(lessor=_RegisterProvesLife), "4"),
     Mutant("Register fences for ever", Cores(lessor=_RegisterFences), "4"),
     Mutant("Register not counted for (c)", Cores(retentions=_RegisterVouchesNot), "10"),
-    Mutant("no trust check before applying a heartbeat", Cores(lessor=_NoTrustCheck), "4"),
+    Mutant("no trust check before applying a heartbeat", Cores(lessor=_NoTrustCheck), "4", 41),
     Mutant("no session number", Cores(lessor=_NoSessionNumber), "2"),
-    Mutant("inventory that adds instead of replacing", Cores(lessor=_AddsInventory), "5"),
+    Mutant("inventory that adds instead of replacing", Cores(lessor=_AddsInventory), "5", 250),
     Mutant(
         "same lease id after failover",
         Cores(lessor=_AnySessionsLease, retentions=_SameLeaseId),
@@ -477,18 +481,18 @@ MUTANTS = (
     ),
     Mutant("inherit wait by its own R", Cores(lessor=_OwnSpansOnly), "7"),
     Mutant("release confirmed during the inherit wait", Cores(lessor=_ReleasesInWait), "7"),
-    Mutant("no strike on Release", Cores(retentions=_NoStrike), "12"),
-    Mutant("D frees on its own cap", Cores(retentions=_FreesOnItsOwnCap), "10"),
+    Mutant("no strike on Release", Cores(retentions=_NoStrike), "12", 48),
+    Mutant("D frees on its own cap", Cores(retentions=_FreesOnItsOwnCap), "10", 178),
     Mutant("a begun lease never released", Cores(lessor=_NeverReleasesBegun), "8"),
-    Mutant("engine_id without incarnation", Cores(decode=_EngineIdForEver), "17"),
+    Mutant("engine_id without incarnation", Cores(decode=_EngineIdForEver), "17", 23),
     Mutant("deposed leader that acknowledges", Cores(lessor=_DeposedAcknowledges), "9"),
     Mutant("no drift margin", Cores(drift_margin=False), "4, 7, 10"),
     Mutant("window counted from the answer", Cores(prefill=_WindowFromAnswer), "13"),
     Mutant("a grant posted twice", Cores(reader=_ReadsAgain), "13"),
     Mutant("D waits TTL only", Cores(session=_WaitsTtlOnly), "10"),
     Mutant("echo without term", Cores(lessor=_EchoWithoutTerm), "3"),
-    Mutant("dead session revived", Cores(lessor=_RaisesTheDead), "4"),
+    Mutant("dead session revived", Cores(lessor=_RaisesTheDead), "4", 41),
     Mutant("heartbeats vouch for what they give up", Cores(retentions=_VouchesForWithdrawn), "10"),
     Mutant("one stride too many", Cores(reader=_OneStrideMore), "S2"),
-    Mutant("anyone's conversation", Cores(lessor=_AnyonesConversation), "S4"),
+    Mutant("anyone's conversation", Cores(lessor=_AnyonesConversation), "S4", 190),
 )

@@ -12,11 +12,12 @@ from kvturn.v1 import common_pb2, lease_pb2
 from sim.decode import BACKOFF_MIN_NS
 from sim.network import Stream
 from sim.stage import KEY, TRIP_NS, Stage, stage
-from sim.world import MS, Node, S
+from sim.world import MS, Node, S, Violation
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from sim.checkers import Kept
     from sim.cores import Cores
 
 
@@ -200,6 +201,17 @@ def register_as_the_hold_runs_out(cores: Cores) -> None:
                 it.wait(S)
 
 
+def register_of_a_dead_engine(cores: Cores) -> None:
+    """An engine registers, dies and comes back, and its Registers arrive the other way round."""
+    with stage(cores, services=1) as it:
+        it.connect()
+        dead = _ScriptedEngine(it, it.decode.engine_id)
+        dead.say(register=dead.register(quiet_ns=0))
+        it.wait(2 * it.weather.ttl_ns)
+        if not it.decode.session.registered:
+            raise Violation("L1", "a living engine cannot register any more")
+
+
 def answer_that_comes_late(cores: Cores) -> None:
     """BeginRead is granted at once, but its answer takes most of R."""
     with stage(cores, services=1, question_ns=1500 * MS) as it:
@@ -217,7 +229,7 @@ def answer_that_comes_late(cores: Cores) -> None:
 def echo_of_another_term(cores: Cores) -> None:
     """An engine echoes what an earlier leader sent it: that proves nothing to this one."""
     with stage(cores, services=1) as it:
-        engine = _ScriptedEngine(it)
+        engine = _ScriptedEngine(it, "x")
         engine.say(register=engine.register(quiet_ns=600 * S))
         it.wait(10 * MS)
         engine.say(heartbeat=lease_pb2.Heartbeat(echo_term=12345, echo_sequence=1))
@@ -231,8 +243,10 @@ def echo_of_another_term(cores: Cores) -> None:
 class _ScriptedEngine(Node):
     """An engine that says what the script says, on one stream."""
 
-    def __init__(self, it: Stage) -> None:
+    def __init__(self, it: Stage, engine_id: str) -> None:
         super().__init__(it.world, "x")
+        self._engine_id = engine_id
+        self.held: dict[int, Kept] = {}
         self._stream = Stream(it.network, self, it.first)
         self._sequence = 0
 
@@ -255,7 +269,7 @@ class _ScriptedEngine(Node):
             digests=common_pb2.TokenDigests(stride_tokens=16, digest_bytes=16, values=bytes(16)),
         )
         description = lease_pb2.EngineDescription(
-            engine_id="x",
+            engine_id=self._engine_id,
             incarnation="x1",
             role=common_pb2.ENGINE_ROLE_DECODE,
             nixl=common_pb2.NixlAddress(
@@ -283,6 +297,7 @@ SCENARIOS: tuple[Callable[[Cores], None], ...] = (
     notice_of_a_read_that_was_given_up,
     register_that_comes_late,
     register_as_the_hold_runs_out,
+    register_of_a_dead_engine,
     answer_that_comes_late,
     echo_of_another_term,
 )

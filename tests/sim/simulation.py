@@ -254,6 +254,8 @@ class Outcome:
     events: int
     failure: str
     """Empty if it kept all promises."""
+    promise: str = ""
+    """The promise or rule that it broke."""
     log: list[str] | None = None
 
     def __str__(self) -> str:
@@ -267,11 +269,15 @@ def run_seed(seed: int, cores: Cores | None = None, *, traced: bool = False) -> 
     weather = weather_of(Random(seed))
     with installed(cores, weather):
         sim = Simulation(seed, weather, cores, traced=traced)
-        failure = ""
+        failure = promise = ""
         try:
             sim.run()
         except Violation as violation:
+            promise = violation.promise
             failure = f"at {sim.world.now_ns / S:.6f} s: {violation}"
         except Exception:  # a core that raises what it should not has failed too
+            promise = "crash"
             failure = f"at {sim.world.now_ns / S:.6f} s: {traceback.format_exc(limit=-5)}"
-    return Outcome(seed, weather, sim.checkers.count, sim.world.events, failure, sim.world.log)
+    return Outcome(
+        seed, weather, sim.checkers.count, sim.world.events, failure, promise, sim.world.log
+    )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from sim.hunt import first_seed, scenarios_that_catch
+from sim.hunt import first_caught, scenarios_that_catch
 from sim.mutants import MUTANTS, Mutant
 
 SEEDS = 400
@@ -19,4 +19,6 @@ def test_every_mutant_is_caught(mutant: Mutant) -> None:
     """By a directed scenario, else by a random world."""
     if any(scenarios_that_catch(mutant)):
         return
-    assert first_seed(mutant, range(mutant.seed, mutant.seed + SEEDS)) is not None
+    outcome = first_caught(mutant, range(mutant.seed, mutant.seed + SEEDS))
+    assert outcome is not None
+    assert outcome.promise != "crash", outcome
