@@ -748,6 +748,24 @@ async def test_a_malformed_message_ends_the_stream(
     assert info.metadata["field"] == field
 
 
+async def test_a_stream_that_ends_with_its_first_answer_on_the_way_says_why(
+    service: Service,
+) -> None:
+    """Register and a wrong message together: the session ends while Registered is being sent.
+
+    Whether that is so is up to the machine, so many try at once.
+    """
+
+    async def ended(name: str) -> grpc.StatusCode:
+        engine = service.engine(name)
+        await engine.send(register=lease_pb2.RegisterEngine(engine=engine.description()))
+        await engine.call.write(lease_pb2.EngineSessionRequest(session_number=2, sequence=2))
+        return (await engine.error())[0]
+
+    codes = await asyncio.gather(*(ended(f"d{number}") for number in range(200)))
+    assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
 async def test_a_malformed_retention_is_refused_alone(service: Service) -> None:
     """The session and all its other leases go on."""
     decode = await service.engine().up()

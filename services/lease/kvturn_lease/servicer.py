@@ -142,6 +142,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         if request is None:
             return
         session_id = wire.session_id(request)
+        # By itself, because gRPC cannot end a stream whose first message was cancelled on its way.
+        await context.send_initial_metadata(())
         stream = await self._register(session_id, request.register)
         logger.info(
             "engine %s registered: session %d, %d retentions",
