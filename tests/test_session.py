@@ -615,6 +615,22 @@ def test_longest_hold_withdraws_at_once() -> None:
     assert freed(engine) == [1]
 
 
+def test_what_is_too_old_is_not_vouched_for_again() -> None:
+    """After a pause, a connection or an answer may come before the tick that gives it up."""
+    max_hold_ns = 2 * NS_PER_S
+    description = lease_pb2.EngineDescription(engine_id="decode-0", incarnation="inc")
+    engine = EngineSession(description, Retentions("inc", 10, max_hold_ns), memory)
+    begin(engine, START_NS)
+    retain(engine, 1, START_NS)
+    engine.close()
+    register = engine.open(START_NS + max_hold_ns - 1).register
+    assert len(register.inventory) == 1
+    (heartbeat,) = Service(engine, 2).registered(START_NS + max_hold_ns)
+    assert [each.lease_id for each in heartbeat.heartbeat.withdrawn] == ["inc.1.2"]
+    engine.close()
+    assert not engine.open(START_NS + max_hold_ns + 1).register.inventory
+
+
 def test_longer_times_of_the_lease_service_lengthen_the_hold_at_once() -> None:
     """What was retained under the defaults is held by what the lease service goes by."""
     engine = make()

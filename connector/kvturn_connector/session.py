@@ -91,6 +91,7 @@ class EngineSession:
         Call it once the stream stands: from now on what the Register lists counts as vouched for.
         """
         assert not self._open
+        self.retentions.expire(now_ns)
         quiet_since_ns = self.retentions.last_vouched_ns
         self._number += 1
         self._sequence = 0
@@ -240,6 +241,8 @@ class EngineSession:
                 self._outlooks[number] = one.outlook
 
     def _heartbeat(self, now_ns: int) -> lease_pb2.EngineSessionRequest:
+        # After a pause this may come before the tick that gives up what is too old.
+        self.retentions.expire(now_ns)
         self.retentions.vouch(now_ns)
         self._heartbeat_ns = now_ns + self._heartbeat_interval_ns
         heartbeat = lease_pb2.Heartbeat(

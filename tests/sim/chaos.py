@@ -132,9 +132,12 @@ class Chaos:
             self._sim.etcd.wipe()
 
     def _etcd_pause(self) -> None:
-        if self._sim.etcd is not None:
-            span_ns = self._span(S, 2 * self._weather.leader_ttl_ns)
-            self._sim.etcd.pause(self._until_calm(span_ns))
+        """etcd is away for a while: frozen, or down and then restarted."""
+        sim = self._sim
+        if sim.etcd is not None:
+            sim.etcd.pause(self._until_calm(self._span(S, 2 * self._weather.leader_ttl_ns)))
+            if self._random.random() < 0.5:
+                sim.world.push(sim.world.now_ns, sim.etcd, sim.etcd.restarted)
 
     def _twin(self) -> None:
         """A frozen engine is replaced under its own engine id, then thaws."""

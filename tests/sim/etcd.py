@@ -75,6 +75,10 @@ class Etcd(Node):
         if self.leader == candidate:
             self.leader = ""
 
+    def restarted(self) -> None:
+        """It was restarted: every lease lives for its whole TTL again."""
+        self._expires_ns = self.clock_ns() + self._ttl_ns
+
     def write(self, changes: list[Change]) -> None:
         """Takes what a lease service wrote behind."""
         for change in changes:

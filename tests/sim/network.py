@@ -17,7 +17,7 @@ class Network:
     """All links. A blocked direction of a link holds messages back, or loses them."""
 
     def __init__(self, world: World, weather: Weather) -> None:
-        self._world = world
+        self.world = world
         self._random = world.random
         self._blocked: dict[tuple[str, str], int] = {}
         self.calm = False
@@ -28,7 +28,7 @@ class Network:
     def block(self, source: Node, target: Node, span_ns: int) -> None:
         """Blocks one direction of a link for a while."""
         link = (source.name, target.name)
-        until_ns = self._world.now_ns + span_ns
+        until_ns = self.world.now_ns + span_ns
         self._blocked[link] = max(self._blocked.get(link, 0), until_ns)
 
     def heal(self) -> None:
@@ -42,7 +42,7 @@ class Network:
 
     def is_open(self, one: Node, other: Node) -> bool:
         """True if neither direction between the two is blocked."""
-        now_ns = self._world.now_ns
+        now_ns = self.world.now_ns
         return (
             self.blocked_until_ns(one, other) <= now_ns
             and self.blocked_until_ns(other, one) <= now_ns
@@ -61,7 +61,7 @@ class Network:
 
     def send(self, source: Node, target: Node, action: Callable[..., Any], *args: Any) -> None:
         """Sends one message by itself: `action(*args)` is its arrival at `target`, if it does."""
-        world, random = self._world, self._random
+        world, random = self.world, self._random
         arrival_ns = world.now_ns + self.delay_ns()
         until_ns = self.blocked_until_ns(source, target)
         if not self.calm:
@@ -132,17 +132,17 @@ class Stream:
         """Sends to the server; `action(self, *args)` is the arrival."""
         self._up_ns = self._arrival_ns(self._up_ns, self.client, self.server)
         if not self.cut and self.server.epoch == self._server_epoch:
-            self.network._world.push(self._up_ns, self.server, self._arrive_up, action, args)
+            self.network.world.push(self._up_ns, self.server, self._arrive_up, action, args)
 
     def send_down(self, action: Callable[..., Any], *args: Any) -> None:
         """Sends to the client; `action(self, *args)` is the arrival."""
         self._down_ns = self._arrival_ns(self._down_ns, self.server, self.client)
         if not self.cut:
-            self.network._world.push(self._down_ns, self.client, self._arrive_down, action, args)
+            self.network.world.push(self._down_ns, self.client, self._arrive_down, action, args)
 
     def break_off(self, up_ns: int, down_ns: int) -> None:
         """Cuts the connection: what would arrive later than so long from now is lost."""
-        now_ns = self.network._world.now_ns
+        now_ns = self.network.world.now_ns
         self.cut = True
         self._up_lost_ns = now_ns + up_ns
         self._down_lost_ns = now_ns + down_ns
@@ -157,20 +157,20 @@ class Stream:
         """The server is done with it. Unless `flushed`, what is under way is lost."""
         self.server_open = False
         if not flushed:
-            self._down_lost_ns = min(self._down_lost_ns, self.network._world.now_ns)
+            self._down_lost_ns = min(self._down_lost_ns, self.network.world.now_ns)
         if told and not self.cut:
             arrival_ns = self._arrival_ns(self._down_ns, self.server, self.client)
-            self.network._world.push(arrival_ns, self.client, on_close, self)
+            self.network.world.push(arrival_ns, self.client, on_close, self)
 
     def _arrival_ns(self, last_ns: int, source: Node, target: Node) -> int:
         network = self.network
-        start_ns = max(network._world.now_ns, network.blocked_until_ns(source, target))
+        start_ns = max(network.world.now_ns, network.blocked_until_ns(source, target))
         return max(last_ns, start_ns + network.delay_ns())
 
     def _arrive_up(self, action: Callable[..., Any], args: Any) -> None:
-        if self.server_open and self.network._world.now_ns <= self._up_lost_ns:
+        if self.server_open and self.network.world.now_ns <= self._up_lost_ns:
             action(self, *args)
 
     def _arrive_down(self, action: Callable[..., Any], args: Any) -> None:
-        if self.client_open and self.network._world.now_ns <= self._down_lost_ns:
+        if self.client_open and self.network.world.now_ns <= self._down_lost_ns:
             action(self, *args)

@@ -121,7 +121,10 @@ def two_leaders_and_a_longer_read(cores: Cores) -> None:
 
 
 def lease_asked_for_again_after_failover(cores: Cores) -> None:
-    """A lease is granted, its reader dies; after a failover two turns come with it."""
+    """A lease is granted, its reader dies; after a failover turns come with its old and new id.
+
+    The old id is refused. The new one is granted, once K*(TTL + R) are over.
+    """
     with stage(cores) as it:
         it.connect()
         kept = it.retain()
@@ -136,6 +139,8 @@ def lease_asked_for_again_after_failover(cores: Cores) -> None:
         it.wait(100 * MS)
         it.ask(it.lease_id(kept), it.second)
         it.wait(100 * MS)
+        if it.checkers.count["reads granted"] != 2:
+            raise Violation("L2", "the lease cannot be read under its new id")
 
 
 def notice_of_a_read_that_was_given_up(cores: Cores) -> None:

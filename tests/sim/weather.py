@@ -171,7 +171,7 @@ def weather_of(random: Random) -> Weather:
         spike_ns=random.choice((S, 3 * S, 6 * S)),
         loss=perhaps(0.5, random.choice((0.01, 0.05, 0.15))),
         doubles=perhaps(0.4, random.choice((0.05, 0.2))),
-        lateness_ns=random.choice((50 * MS, 200 * MS, 500 * MS)),
+        lateness_ns=random.choice((50 * MS, 200 * MS, 500 * MS, 500 * MS, 2 * S)),
         store_loss=perhaps(0.5, random.choice((0.1, 0.5))),
         store_delay_ns=random.choice((10 * MS, S)),
         late_posts=perhaps(0.5, random.choice((0.1, 0.4))),
