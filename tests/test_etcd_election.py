@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import signal
 import time
@@ -20,12 +21,19 @@ from lease_rig import LeaseProcess
 from test_lease_service import RawEngine
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
+from kvturn_lease.__main__ import boottime_ns
 from kvturn_lease.config import ConfigError, parse_config
+from kvturn_lease.election import Election
+from kvturn_lease.etcd.client import EtcdClient
+from kvturn_lease.etcd.config import EtcdConfig
 from kvturn_lease.leadership import Leadership
+from kvturn_lease.outages import Outages
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from pathlib import Path
+
+    from kvturn_lease.etcd_store import Fence
 
 S = 1_000_000_000
 LEADERSHIP_S = 2
@@ -132,6 +140,49 @@ async def test_a_leader_that_stops_hands_over_at_once(tmp_path: Path) -> None:
         assert await second.stop() == 0
         assert await etcd.ctl("get", "", "--prefix") == ""
         assert "found 0 leases" in await etcd.ctl("lease", "list")
+
+
+class SlowOffice:
+    """An office that is tidied up only when told so."""
+
+    def __init__(self) -> None:
+        self.assumed, self.leaving, self.may_leave = (asyncio.Event() for _ in range(3))
+        self.left = False
+
+    async def assume(self, fence: Fence, until_ns: int) -> None:
+        self.assumed.set()
+
+    def extend(self, until_ns: int) -> bool:
+        return True
+
+    async def vacate(self) -> None:
+        self.leaving.set()
+        await self.may_leave.wait()
+        self.left = True
+
+    def stand_by(self, refusal: Exception) -> None:
+        pass
+
+
+async def test_a_leader_told_to_stop_while_its_term_ends_tidies_up(tmp_path: Path) -> None:
+    """What writes to etcd is ended before the client is closed, and the next one leads at once."""
+    async with EtcdServer(tmp_path) as etcd:
+        client = EtcdClient(EtcdConfig(endpoints=(etcd.endpoint,)))
+        office, outages = SlowOffice(), Outages(logging.getLogger("test"))
+        election = Election(
+            client, office, outages, boottime_ns, key=b"leader", address="h:1", ttl_s=60
+        )
+        running = asyncio.create_task(election.run())
+        await office.assumed.wait()
+        election.over.set()
+        await office.leaving.wait()
+        running.cancel()
+        asyncio.get_running_loop().call_later(0.1, office.may_leave.set)
+        await asyncio.wait({running}, timeout=10)
+        assert running.cancelled()
+        assert office.left
+        assert await etcd.ctl("get", "leader") == ""
+        await client.close()
 
 
 async def test_a_leader_that_is_killed_is_replaced_and_its_fences_hold(tmp_path: Path) -> None:

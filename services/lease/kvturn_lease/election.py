@@ -193,11 +193,21 @@ class Election:
         try:
             reason = await self._hold(term, assuming)
         finally:
-            assuming.cancel()
-            await asyncio.gather(assuming, return_exceptions=True)
-            await self._office.vacate()
-            logger.warning("no longer leading: %s", reason)
-            await self._resign(term.fence.lease_id)
+            leaving = asyncio.create_task(self._leave(term, assuming, reason))
+            try:
+                await asyncio.shield(leaving)
+            except asyncio.CancelledError:  # told to stop meanwhile: it is tidied up all the same
+                asyncio.CancelledError
+            ):  # told to stop meanwhile: a term is tidied up all the same
+                await leaving
+                raise
+
+    async def _leave(self, term: _Term, assuming: asyncio.Task[None], reason: str) -> None:
+        assuming.cancel()
+        await asyncio.gather(assuming, return_exceptions=True)
+        await self._office.vacate()
+        logger.warning("no longer leading: %s", reason)
+        await self._resign(term.fence.lease_id)
 
     async def _hold(self, term: _Term, assuming: asyncio.Task[None]) -> str:
         """Keeps the term alive for as long as etcd lets it; returns why it is over."""
