@@ -197,8 +197,6 @@ class Election:
             try:
                 await asyncio.shield(leaving)
             except asyncio.CancelledError:  # told to stop meanwhile: it is tidied up all the same
-                asyncio.CancelledError
-            ):  # told to stop meanwhile: a term is tidied up all the same
                 await leaving
                 raise
 
