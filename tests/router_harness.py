@@ -138,6 +138,8 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     http_address: str = ""
     longest_read_ms: int = 3000
     reading_ms: int | None = None
+    forgotten: bool = False
+    """Whether it knows no lease of any id."""
     silent: bool = False
     standby: str = ""
     """Reason of the ErrorInfo with which every question is refused; empty: it leads."""
@@ -200,8 +202,10 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         return lease_pb2.TouchConversationResponse()
 
     async def GetLease(self, request: Any, context: Any) -> Any:
-        self.asked.append(request.lease_id)
         await self._answerable(context)
+        self.asked.append(request.lease_id)
+        if self.forgotten:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such lease")
         lease = lease_pb2.Lease(lease_id=request.lease_id, state=lease_pb2.Lease.STATE_ACTIVE)
         if self.reading_ms is not None:
             lease.state = lease_pb2.Lease.STATE_READING

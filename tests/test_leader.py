@@ -139,6 +139,21 @@ def test_one_that_wakes_up_as_leader_does_not_replace_the_one_that_answers() -> 
     assert asked(leader) == [B, A]
 
 
+def test_leaders_are_counted_also_one_that_may_have_started_anew() -> None:
+    """A broken connection may mean a restart; silence and doubt do not."""
+    leader = Leader([A, B])
+    leader.leads(A, 1)
+    leader.silent(A, asked_ns=2)
+    leader.doubt(A)
+    leader.leads(A, 3)
+    assert leader.changes == 1
+    leader.leads(B, 4)
+    assert leader.changes == 2
+    leader.lost(B)
+    leader.leads(B, 5)
+    assert leader.changes == 3
+
+
 def test_doubt_asks_everybody_and_changes_nothing_else() -> None:
     """Heartbeats go unanswered: the leader is still asked first, and probed with the rest."""
     leader = Leader([A, B])

@@ -157,7 +157,7 @@ async def test_a_turn_follows_the_leader_that_a_standby_names():
         first.standby, first.leader, third.verdict = "NOT_LEADER", third.address, "CONSUMED"
         for _turn in range(2):
             assert (await rig.post(turn_body(conversation_id="c1"))).verdict == "consumed"
-        await third.until_touched(4)
+        await third.until_touched(1)
         assert (len(second.resolved), len(third.resolved)) == (0, 2)
         assert len(first.resolved) <= 1
 
@@ -319,6 +319,31 @@ async def test_a_slow_prefill_whose_read_is_over_is_left_alone():
         rig.prefill.script(CHAT, play)
         assert (await rig.post(turn_body())).verdict == "reused"
         assert len(rig.prefill.turns) == 1
+
+
+@pytest.mark.parametrize("failover", [False, True])
+async def test_a_read_of_which_nothing_is_known_is_over_unless_another_leads_by_now(failover):
+    """The leader that granted it would know of a stuck one; its successor does not."""
+    async with lease_services(3, "--read-margin-ms=20") as (rig, (first, second, _)):
+        first.lease_id, first.longest_read_ms, first.http_address = "inc.1.1", 50, rig.decode.url
+        first.forgotten = second.forgotten = True
+        rig.prefill.report = REPORT
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            if "lease_id" not in kvturn(seen):
+                rig.prefill.report = None
+                await reply.json(rig.prefill.prefill_answer())
+            elif failover:
+                first.standby, first.leader = "NOT_LEADER", second.address
+                await seen.gone.wait()
+            else:
+                await rig.until(lambda: first.asked)
+                await reply.json(rig.prefill.prefill_answer())
+
+        rig.prefill.script(CHAT, play)
+        answer = await rig.post(turn_body())
+        assert answer.verdict == ("read_too_long" if failover else "reused")
+        assert (len(first.asked), len(second.asked)) == ((0, 1) if failover else (1, 0))
 
 
 async def test_a_lost_holder_is_not_read_from():

@@ -28,6 +28,10 @@ class Leader:
         self._endpoints = tuple(dict.fromkeys(endpoints))
         self._first = self._endpoints[0]
         self._known = False
+        self._last = ""
+        self.changes = 0
+        """How often another endpoint came to lead, or one whose connection broke led again: it may
+        have forgotten what it knew."""
         self._silent: set[str] = set()
         self._broken: set[str] = set()
         self._heard_ns: dict[str, int] = {}
@@ -66,6 +70,9 @@ class Leader:
         self._hear(endpoint, now_ns)
         self._first = endpoint
         self._known = True
+        if endpoint != self._last:
+            self._last = endpoint
+            self.changes += 1
 
     def claims(self, endpoint: str, now_ns: int) -> None:
         """It has answered a probe as leader: taken for it while no other is known to lead.
@@ -91,6 +98,8 @@ class Leader:
         """It could not be connected to, or the connection broke."""
         self._broken.add(endpoint)
         self._leave(endpoint)
+        if endpoint == self._last:
+            self._last = ""
 
     def silent(self, endpoint: str, asked_ns: int) -> None:
         """It did not answer what it was asked at `asked_ns`; ignored if it was heard since."""

@@ -129,6 +129,8 @@ class LeaseChannels:
             except grpc.aio.AioRpcError as error:
                 turned_away = self.refused(endpoint, error, asked_ns)
                 if turned_away is None:
+                    if error.code() is grpc.StatusCode.NOT_FOUND:
+                        self.leads(endpoint)  # Only the leader can know that.
                     raise
                 if not problem.store_unavailable:
                     problem = turned_away

@@ -77,6 +77,11 @@ class LeaseClient:
             await asyncio.gather(self._run, return_exceptions=True)
         await self._channels.close()
 
+    @property
+    def leader_changes(self) -> int:
+        """Counts leaders: what one knew the next may not know."""
+        return self._channels.leader.changes
+
     async def resolve(
         self, key: ConversationKey, expected_turn: int, metadata: Metadata
     ) -> Resolution:

@@ -20,7 +20,8 @@ class ReadWatch:
 
     Asks the lease service first after `longest_read_ms` + `margin_ms`, so that a
     turn in time costs no question. An answer that does not come proves
-    nothing: then it asks again.
+    nothing: then it asks again. A leader that came after the read began knows
+    nothing of it: then the leg is given up, for the read may be stuck for good.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class ReadWatch:
         self._lease_id = lease_id
         self._longest_read_ms = longest_read_ms
         self._margin_s = margin_ms / 1000
+        self._leader_changes = lease.leader_changes
         self._exchange: Exchange | None = None
         self._task: asyncio.Task[None] | None = None
         loop = asyncio.get_running_loop()
@@ -52,7 +54,9 @@ class ReadWatch:
         while True:
             state = await self._lease.read_state(self._lease_id)
             if state is not None and state.over:
-                return
+                if self._lease.leader_changes == self._leader_changes:
+                    return
+                break
             reading_ms = state.reading_ms if state is not None else None
             if reading_ms is not None and reading_ms > self._longest_read_ms:
                 break
