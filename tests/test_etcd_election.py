@@ -18,6 +18,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from lease_rig import LeaseProcess
+from test_etcd_client import make_certificates
 from test_lease_service import RawEngine
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -395,24 +396,40 @@ def test_trust_counts_from_when_the_keepalive_was_sent() -> None:
     assert leadership.until_ns == until_ns + S
 
 
+KEY_OF_ANOTHER = {"ca": "ca.pem", "cert": "cert.pem", "key": "ca.key"}
+
+
 def test_wrong_settings_of_etcd_are_refused_by_name(tmp_path: Path) -> None:
     """Each names the flag and the fix, and no password is ever part of the message."""
     nowhere = str(tmp_path / "nowhere")
-    text = tmp_path / "text"
+    text, empty = tmp_path / "text", tmp_path / "empty.pem"
     text.write_text("short")
+    empty.write_text("-----BEGIN CERTIFICATE-----")
+    make_certificates(tmp_path)
+    strangers = {name: tmp_path / file for name, file in KEY_OF_ANOTHER.items()}
     etcd = "--store=etcd://h:1"
     for argv, words in (
         (["--store=redis://h:1"], "store must be memory or etcd://HOST:PORT"),
         (["--store=etcd://h"], "store must be memory or etcd://HOST:PORT"),
         (["--store=etcd://h:1,"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=etcd://u:word@h:1"], "the user comes by --etcd-user"),
+        (["--store=etcd://::1:2379"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=etcd://a b:1"], "store must be memory or etcd://HOST:PORT"),
         ([f"--etcd-ca={text}"], "etcd-ca needs --store etcd"),
         ([etcd, f"--etcd-ca={nowhere}"], "etcd-ca .*nowhere: cannot be read"),
         ([etcd, f"--etcd-ca={text}"], "is no PEM file"),
+        ([etcd, f"--etcd-ca={empty}"], "etcd-ca .*empty.pem: holds no certificate"),
+        (
+            [etcd, *(f"--etcd-{name}={file}" for name, file in strangers.items())],
+            "are not a certificate and its key",
+        ),
         ([etcd, "--etcd-user=u"], "etcd-user needs a password, which comes by --etcd-pass"),
         ([etcd, "--etcd-user=u:word"], "etcd-user must be a name alone"),
         ([etcd, f"--secret-file={text}"], "at least 16 bytes"),
         ([etcd, "--host=0.0.0.0"], "advertise must be given, HOST:PORT"),
+        ([etcd, "--host=0:0::0"], "advertise must be given, HOST:PORT"),
         ([etcd, "--advertise=h"], "advertise must be HOST:PORT"),
+        ([etcd, "--advertise=::1:7600"], "advertise must be HOST:PORT"),
         ([etcd, "--leadership=1"], "leadership must be 2 to 60 whole seconds"),
         ([etcd, "--leadership=2.5"], "leadership must be 2 to 60 whole seconds"),
     ):
@@ -437,3 +454,23 @@ def test_secrets_come_from_files_or_the_environment_and_are_not_shown(tmp_path: 
     assert config.etcd.password == "from-file"
     assert "from-" not in repr(config)
     assert secret.read_text() not in repr(config)
+
+
+def test_certificates_that_belong_together_are_taken(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+    files = {"ca": "ca.pem", "cert": "cert.pem", "key": "key.pem"}
+    flags = [f"--etcd-{name}={tmp_path / file}" for name, file in files.items()]
+    config = parse_config(["--store=etcd://[::1]:2379", *flags], {})
+    assert config.etcd is not None
+    assert config.etcd.key_file == tmp_path / "key.pem"
+
+
+async def test_a_standby_names_a_leader_at_an_ipv6_address_as_clients_do(tmp_path: Path) -> None:
+    """By default, from its --host: clients compare the name with the endpoints they were given."""
+    async with EtcdServer(tmp_path) as etcd:
+        first = Candidate(tmp_path, etcd, "a", "--host=::1")
+        first.endpoint = f"[::1]:{first.port}"
+        async with first:
+            await until(first.leads)
+            async with Candidate(tmp_path, etcd, "b") as second:
+                await until(lambda: knows(second, first))

@@ -1055,6 +1055,7 @@ async def test_a_second_service_does_not_share_the_port(service: Service) -> Non
         (["--host", "no such host"], "no such host"),
         (["--otlp-endpoint", "localhost:4317"], "otlp-endpoint"),
         (["--log-level", "LOUD"], "log-level"),
+        (["--log-level", "NOTSET"], "log-level"),
         (["--no-such-flag"], "--no-such-flag"),
         (["--sess", "5"], "--sess"),
         (["stray"], "stray"),
@@ -1081,13 +1082,16 @@ def test_settings_come_from_flags_then_variables_then_defaults() -> None:
     assert parse_config([], {}) == LeaseConfig()
     with pytest.raises(ConfigError, match="session-ttl"):
         parse_config([], {"KVTURN_LEASE_SESSION_TTL": "x"})
+    with pytest.raises(ConfigError, match=r"_IDEL is not .* did you mean KVTURN_LEASE_IDLE\?"):
+        parse_config([], {"KVTURN_LEASE_IDEL": "30"})
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     assert parse_config([], endpoint).otlp_endpoint == "http://127.0.0.1:4317"
 
 
 def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:
+    percent = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://a%b"}
     with pytest.raises(SystemExit) as exit_:
-        parse_config(["--help"], dict(os.environ))
+        parse_config(["--help"], {**os.environ, **percent})
     assert exit_.value.code == 0
     text = capsys.readouterr().out
     assert "--session-ttl" in text

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvturn_lease.config import ConfigError, LeaseConfig, parse_config
+from kvturn_lease.config import ConfigError, LeaseConfig, address_of, parse_config
 from kvturn_lease.election import Election
 from kvturn_lease.etcd.client import EtcdClient
 from kvturn_lease.etcd_leases import EtcdLeases
@@ -80,11 +80,11 @@ async def _serve(config: LeaseConfig) -> None:
     if config.etcd is None:
         servicer.lead(Lessor(config.lessor, new_term()), MemoryStore())
     port = await server.start()
-    print(f"lease service listening on {config.host}:{port}", flush=True)
+    print(f"lease service listening on {address_of(config.host, port)}", flush=True)
     if config.etcd is None:
         await stop.wait()
     else:
-        address = config.advertise or f"{config.host}:{port}"
+        address = config.advertise or address_of(config.host, port)
         await _stand_for_election(config, config.etcd, servicer, server, address, stop)
     await server.stop()
     await telemetry.close()

@@ -8,8 +8,11 @@ adds what the process needs around it. Every flag has a variable of the same nam
 from __future__ import annotations
 
 import argparse
-import logging
+import difflib
+import ipaddress
 import math
+import re
+import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
@@ -38,6 +41,9 @@ _SECRET_BYTES_MIN = 16
 _MEMORY = "memory"
 _ETCD_SCHEME = "etcd://"
 _PASSWORD_VARIABLE = "KVTURN_LEASE_ETCD_PASSWORD"
+_VARIABLE = "KVTURN_LEASE_"
+_LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
+_HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+")
 _PASSWORD_PLACE = f"comes by --etcd-password-file or {_PASSWORD_VARIABLE}"
 
 
@@ -243,7 +249,7 @@ class LeaseConfig:
             f"{_LEADERSHIP_MAX_NS // _SECOND_NS} whole seconds",
         )
         _check(
-            self.etcd is None or self.advertise != "" or self.host not in ("0.0.0.0", "::"),
+            self.etcd is None or self.advertise != "" or not _is_unspecified(self.host),
             f"advertise must be given, HOST:PORT, because clients cannot reach --host {self.host}",
         )
 
@@ -302,10 +308,7 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
     log_level = str(values["log-level"]).upper()
-    _check(
-        isinstance(logging.getLevelName(log_level), int),
-        "log-level must be DEBUG, INFO, WARNING or ERROR",
-    )
+    _check(log_level in _LOG_LEVELS, "log-level must be DEBUG, INFO, WARNING or ERROR")
     policy = str(values["policy"])
     _check(policy in list(Policy), f"policy must be {', '.join(Policy)}")
     engines_max = int(values["engines"])
@@ -355,17 +358,10 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     shape = "store must be memory or etcd://HOST:PORT,HOST:PORT"
     _check(store.startswith(_ETCD_SCHEME), shape)
     endpoints = tuple(store.removeprefix(_ETCD_SCHEME).split(","))
+    _check("@" not in store, f"{shape}; the user comes by --etcd-user")
     _check(all(map(_is_address, endpoints)), shape)
     files = {name: str(values[f"etcd-{name}"]) for name in ("ca", "cert", "key")}
-    for name, file in files.items():
-        if file:
-            text = _read(f"etcd-{name}", file)
-            _check(b"-----BEGIN " in text, f"etcd-{name} {file}: is no PEM file")
-    _check((files["cert"] == "") == (files["key"] == ""), "etcd-cert and etcd-key go together")
-    _check(
-        files["cert"] == "" or files["ca"] != "",
-        "etcd-cert needs --etcd-ca, the certificates to check etcd's against",
-    )
+    _check_certificates(files)
     user = str(values["etcd-user"])
     _check(":" not in user, f"etcd-user must be a name alone; the password {_PASSWORD_PLACE}")
     password = environ.get(_PASSWORD_VARIABLE, "")
@@ -377,6 +373,38 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     _check(prefix != "", "etcd-prefix must not be empty, e.g. kvturn/")
     paths = {f"{name}_file": Path(file) if file else None for name, file in files.items()}
     return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
+
+
+def _check_certificates(files: Mapping[str, str]) -> None:
+    """Raises ConfigError for files with which TLS could never come about."""
+    for name, file in files.items():
+        if file:
+            text = _read(f"etcd-{name}", file)
+            _check(b"-----BEGIN " in text, f"etcd-{name} {file}: is no PEM file")
+    _check((files["cert"] == "") == (files["key"] == ""), "etcd-cert and etcd-key go together")
+    _check(
+        files["cert"] == "" or files["ca"] != "",
+        "etcd-cert needs --etcd-ca, the certificates to check etcd's against",
+    )
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        if files["ca"]:
+            tls.load_verify_locations(files["ca"])
+    except ssl.SSLError:
+        raise ConfigError(f"etcd-ca {files['ca']}: holds no certificate") from None
+    try:
+        if files["cert"]:
+            tls.load_cert_chain(files["cert"], files["key"], password=_no_passphrase)
+    except (ssl.SSLError, ValueError):
+        raise ConfigError(
+            f"etcd-cert {files['cert']}: and etcd-key {files['key']}: are not a certificate "
+            "and its key, without a passphrase"
+        ) from None
+
+
+def _no_passphrase() -> str:
+    """Keeps OpenSSL from asking on the terminal."""
+    return ""
 
 
 def _secret(file: str) -> bytes:
@@ -398,7 +426,20 @@ def _advertised(address: str) -> str:
 
 def _is_address(text: str) -> bool:
     host, _, port = text.rpartition(":")
-    return host != "" and "/" not in host and port.isdecimal() and 0 < int(port) < 65_536
+    named = _HOST.fullmatch(host) is not None
+    return named and port.isdecimal() and 0 < int(port) < 65_536
+
+
+def _is_unspecified(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_unspecified
+    except ValueError:  # a name
+        return False
+
+
+def address_of(host: str, port: int) -> str:
+    """Returns HOST:PORT as it is given to clients: IPv6 addresses in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _read(name: str, file: str) -> bytes:
@@ -430,8 +471,8 @@ class _Parser:
 
     def text(self, name: str, default: str, meaning: str, fallback_variable: str = "") -> None:
         """Adds a setting taken as it is."""
-        default = self._environ.get(fallback_variable, default)
         shown = f" (default {default})" if default else ""
+        default = self._environ.get(fallback_variable, default)
         self._add(name, default, str, f"{meaning}{shown}")
 
     def count(
@@ -469,11 +510,20 @@ class _Parser:
     def parse(self, argv: Sequence[str]) -> dict[str, int | str]:
         """Returns the value of every setting by name. Raises ConfigError."""
         parsed = vars(self._argparse.parse_args(argv))
+        self._refuse_unknown_variables()
         return {name: parsed[name.replace("-", "_")] for name in self._names}
+
+    def _refuse_unknown_variables(self) -> None:
+        """A misspelt variable would be a setting that silently does not hold."""
+        known = {_PASSWORD_VARIABLE, *map(_variable, self._names)}
+        for variable in sorted(self._environ):
+            if variable.startswith(_VARIABLE) and variable not in known:
+                close = difflib.get_close_matches(variable, sorted(known), n=1, cutoff=0.0)[0]
+                raise ConfigError(f"{variable} is not a setting; did you mean {close}?")
 
     def _add(self, name: str, default: object, parse: object, meaning: str) -> None:
         self._names.append(name)
-        variable = "KVTURN_LEASE_" + name.upper().replace("-", "_")
+        variable = _variable(name)
         if variable in self._environ:
             default = self._environ[variable]  # argparse parses defaults that are text
         self._argparse.add_argument(
@@ -487,4 +537,8 @@ class _Parser:
 
 def _both(name: str) -> str:
     """Returns how a setting is given: as a flag or as a variable."""
-    return f"--{name} (KVTURN_LEASE_{name.upper().replace('-', '_')})"
+    return f"--{name} ({_variable(name)})"
+
+
+def _variable(name: str) -> str:
+    return _VARIABLE + name.upper().replace("-", "_")

@@ -11,6 +11,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
+from kvturn_lease.config import address_of
 from kvturn_lease.telemetry import TracingInterceptor
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class LeaseServer:
         """Listens and serves; returns the port. Raises ListenError."""
         host, port = self._config.host, self._config.port
         _check_address(host, port)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = address_of(host, port)
         try:
             bound = self._server.add_insecure_port(address)
         except RuntimeError:
@@ -98,4 +99,4 @@ def _check_address(host: str, port: int) -> None:
     except OSError as error:
         in_use = "the port is in use; choose another --port, 0 for any free one"
         reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-        raise ListenError(f"cannot listen on {host}:{port}: {reason}") from None
+        raise ListenError(f"cannot listen on {address_of(host, port)}: {reason}") from None
