@@ -284,6 +284,7 @@ class Checkers:
         raise Violation("S5", f"{kept} is held for longer than {bound}", str(kept))
 
     def _check_gave_way(self, kept: Kept, epoch: int) -> None:
+        self.count["calm pressure"] += 1
         if kept.held and kept.granted_ns is None and kept.engine.epoch == epoch:
             raise Violation("S6", f"{kept} does not give way within a round trip", str(kept))
 

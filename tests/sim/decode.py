@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.digest import DIGEST_BYTES, STRIDE_TOKENS, Scope, digest_values
@@ -364,7 +364,7 @@ class Decode(Node):
         """All ranks are told."""
         self._send(self.session.notice(lease_id))
 
-    def counts(self) -> dict[str, Any]:
+    def counts(self) -> dict[str, int]:
         """Returns what must be zero once nothing is wanted any more."""
         return {
             "retentions": len(self.session.retentions),

@@ -412,6 +412,13 @@ class _ReleasesInWait(Lessor):
         return super()._settle(lease, now_ns)
 
 
+class _KeepsWithdrawn(Lessor):
+    """Lets an engine that gives a retention up wait for nothing."""
+
+    def _withdraw(self, *args: Any) -> None:
+        pass
+
+
 class _NeverReleasesBegun(Lessor):
     """Takes a lease that was once begun to be read for ever."""
 
@@ -481,6 +488,7 @@ MUTANTS = (
     ),
     Mutant("inherit wait by its own R", Cores(lessor=_OwnSpansOnly), "7"),
     Mutant("release confirmed during the inherit wait", Cores(lessor=_ReleasesInWait), "7"),
+    Mutant("withdrawals that nobody hears", Cores(lessor=_KeepsWithdrawn), "11"),
     Mutant("no strike on Release", Cores(retentions=_NoStrike), "12", 48),
     Mutant("D frees on its own cap", Cores(retentions=_FreesOnItsOwnCap), "10", 178),
     Mutant("a begun lease never released", Cores(lessor=_NeverReleasesBegun), "8"),

@@ -37,10 +37,20 @@ class Conversation:
         """Counts turns; what belongs to an older one is not for it any more."""
         self.busy = False
         self.stopped = False
+        self._says_so = False
+
+    def stop(self, *, says_so: bool) -> None:
+        """Takes no more turns, and ends the conversation after the one that is on."""
+        self.stopped = True
+        self._says_so = says_so
+        if says_so and not self.busy:
+            self.sim.router.end(self)
 
     def think(self) -> None:
         """Waits, then takes the next turn."""
         if self.stopped:
+            if self._says_so:
+                self.sim.router.end(self)
             return
         random = self.sim.random
         if self.sim.checkers.calm_from_ns is not None:

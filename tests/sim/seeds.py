@@ -19,6 +19,7 @@ COVERAGE = (
     "expiries under a read",
     "failovers",
     "pressure frees",
+    "calm pressure",
     "fencings",
     "late reads",
     "late reads of freed blocks",

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from kvturn_lease.errors import NotLeader
+from kvturn.v1 import common_pb2
+from kvturn_lease.errors import LeaseServiceError, NotLeader
 from sim.chaos import Chaos
 from sim.checkers import Checkers, Kept
 from sim.cores import Cores, installed
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from sim.lease_service import LeaseService
     from sim.prefill import Prefill
 
-_CALM_TURNS_NS = 4 * S
+_CALM_TURNS_NS = 2 * S
 
 
 class Simulation:
@@ -190,10 +191,19 @@ class Simulation:
             leader_ns = int(1.5 * k * weather.leader_ttl_ns) + S
         spike_ns = weather.spike_ns if weather.spike else 0
         silence_ns = int(k * weather.ttl_ns) + OPEN_TIMEOUT_NS + 2 * S
-        world.run(world.now_ns + spike_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns)
+        # First what was late before is over: messages under way, and timers.
+        world.run(world.now_ns + max(spike_ns, weather.lateness_ns))
+        end_ns = world.now_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns
+        while weather.elected and self.unregistered():
+            if world.now_ns >= end_ns:
+                raise Violation("L1", self.unregistered())
+            world.run(world.now_ns + S // 2)
         if weather.elected:
-            self._check_registered()
             self.checkers.calm_from_ns = world.now_ns
+        world.run(world.now_ns + _CALM_TURNS_NS)
+        if self.chance(0.3):  # a cache reset wants all that one engine retains
+            decode = self.random.choice(self.decodes)
+            decode.withdraw(dict.fromkeys(decode.held, common_pb2.RELEASE_REASON_PRESSURE))
         world.run(world.now_ns + _CALM_TURNS_NS)
         self._stop_clients()
         most_ns = weather.max_hold_ns + weather.idle_ns + 4 * self.checkers.hold_ns + 20 * S
@@ -204,27 +214,33 @@ class Simulation:
         if left:
             raise Violation("L3", f"left for ever: {left}")
 
-    def _check_registered(self) -> None:
+    def unregistered(self) -> str:
+        """Says who is not yet registered where it should be; empty once all are."""
         leader = self.leader()
-        if leader is None or leader.lessor is None:
-            raise Violation("L1", "no lease service leads")
+        if leader is None:
+            return "no lease service leads"
+        views = leader.answer(lambda lessor, now_ns: lessor.list_engines(now_ns))
+        if isinstance(views, LeaseServiceError):
+            return f"{leader.name} does not lead"
+        known = {view.engine_id for view in views}
+        for decode in self.decodes:
+            stream = decode.stream
+            stands = stream is not None and stream.server is leader and not stream.cut
+            if not stands or not decode.session.registered:
+                return f"{decode.name} is not registered"
+            if decode.engine_id not in known:
+                return f"{decode.name} is not known"
         # Their sessions, or an earlier answer, have told them by now.
         self.router.lead = self.services.index(leader)
         for prefill in self.prefills:
             prefill.lead = self.router.lead
-        views = leader.lessor.list_engines(leader.clock_ns())
-        known = {view.engine_id for view in views}
-        for decode in self.decodes:
-            if not decode.session.registered:
-                raise Violation("L1", f"{decode.name} is not registered")
-            if decode.engine_id not in known:
-                raise Violation("L1", f"{decode.name} is not known")
+        return ""
 
     def _stop_clients(self) -> None:
-        for index, conversation in enumerate(self.conversations):
-            conversation.stopped = True
-            if index % 2 and not conversation.busy:
-                self.router.end(conversation)
+        """Clients end their conversations; now and then one just falls silent."""
+        silent = self.conversations[0] if self.chance(0.25) else None
+        for conversation in self.conversations:
+            conversation.stop(says_so=conversation is not silent)
 
     def counts(self) -> dict[str, int]:
         """Returns all that must become zero."""
