@@ -164,7 +164,17 @@ async def test_what_cannot_be_used_is_deleted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [b"", b"{}", b"[]", b"\xff", b'{"engine":"d1","state":"nonsense","session":"x"}']
+    "value",
+    [
+        b"",
+        b"{}",
+        b"[]",
+        b"\xff",
+        b"[" * 100_000,
+        b'{"engine":"d1","state":"nonsense","session":"x"}',
+        b'{"engine":"d1","state":1e999,"session":1e999,"incarnation":"i","fenced":[]}',
+    ],
+    ids=lambda value: value[:70].decode(errors="replace"),
 )
 def test_values_of_others_are_no_records(value: bytes) -> None:
     """What somebody else wrote there is not believed."""

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _TAG_BYTES = 16
 _FINGERPRINT_BYTES = 8
 _HELD = "held"
+_UNREADABLE = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What JSON of somebody else's may raise: numbers without an end and nesting without one, too."""
 
 
 class Keys:
@@ -90,7 +92,7 @@ def session_record(value: bytes) -> SessionRecord | None:
             int(body["session"]),
             tuple(str(each) for each in body["fenced"]),
         )
-    except (ValueError, KeyError, TypeError):
+    except _UNREADABLE:
         return None
     return record if record.engine_id and record.session_number > 0 else None
 
@@ -110,7 +112,7 @@ def conversation_record(value: bytes) -> ConversationRecord | None:
         held = state == _HELD
         reason = ReleaseReason.NONE if held else ReleaseReason[state.upper()]
         return ConversationRecord(str(body["engine"]), reason)
-    except (ValueError, KeyError, TypeError):
+    except _UNREADABLE:
         return None
 
 
