@@ -556,6 +556,11 @@ BAD_QUESTIONS: list[tuple[str, Any, str]] = [
         lease_pb2.KeepConversationAliveRequest(conversation=KEY, absence={"nanos": -1}),
         "absence",
     ),
+    (
+        "KeepConversationAlive",
+        lease_pb2.KeepConversationAliveRequest(conversation=KEY, absence={}),
+        "absence",
+    ),
     ("EndConversation", lease_pb2.EndConversationRequest(), "conversation.model"),
     ("GetLease", lease_pb2.GetLeaseRequest(lease_id="?"), "lease_id"),
     ("RevokeLease", lease_pb2.RevokeLeaseRequest(), "lease_id"),

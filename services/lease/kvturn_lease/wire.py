@@ -286,7 +286,11 @@ def turns_delta(request: lease_pb2.TouchConversationRequest) -> int:
 
 def absence_ns(request: lease_pb2.KeepConversationAliveRequest) -> int | None:
     """Reads how long the client is away, None if it did not say. Raises InvalidArgument."""
-    return span_ns(request.absence, "absence") if request.HasField("absence") else None
+    if not request.HasField("absence"):
+        return None
+    span = span_ns(request.absence, "absence")
+    _check(span > 0, "absence", "must be above 0; EndConversation ends a conversation at once")
+    return span
 
 
 def resolve_wait_ns(request: lease_pb2.ResolveConversationRequest) -> int:
