@@ -63,10 +63,12 @@ TURNED_AWAY = (
 """Refusals of a Register that the next one would meet too, most of all SESSION_FENCED: another
 process has taken the engine's name."""
 END_READ_TIMEOUT_S = 1.0
-END_READ_ATTEMPTS = 3
+END_READ_ATTEMPTS = 5
+"""Within the 3 s after which the lease service takes a read for over; silence fails at once."""
 SEND_QUEUE_MAX = 10_000
 TASKS_MAX = 10_000
 JOIN_TIMEOUT_S = 5.0
+DRAIN_S = 0.1
 
 
 def boottime_ns() -> int:
@@ -245,6 +247,9 @@ class LeaseClient:
                 task.cancel()
             await asyncio.gather(*pending, return_exceptions=True)
             await self._channels.close(grace_s=0.2)
+            # gRPC ends what was cancelled a moment later, and then needs the event loop: one that
+            # is closed breaks the loops of other clients in the process.
+            await asyncio.sleep(DRAIN_S)
             self._telemetry.shutdown()
 
     async def _sessions(self) -> None:
