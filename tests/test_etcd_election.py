@@ -186,6 +186,34 @@ async def test_a_leader_told_to_stop_while_its_term_ends_tidies_up(tmp_path: Pat
         await client.close()
 
 
+async def test_one_that_may_not_read_the_records_says_so_once_and_leaves_the_lead(
+    tmp_path: Path,
+) -> None:
+    """Its user may write the leader key alone. Another, whose user may do all, leads for good."""
+    words = tmp_path / "words"
+    words.write_text("word")
+    async with EtcdServer(tmp_path) as etcd:
+        for command in (
+            "user add root:word",
+            "user grant-role root root",
+            "user add few:word",
+            "role add few",
+            "role grant-permission few readwrite kvturn/leader",
+            "user grant-role few few",
+            "auth enable",
+        ):
+            await etcd.ctl(*command.split())
+        login = f"--etcd-password-file={words}"
+        async with Candidate(tmp_path, etcd, "few", "--etcd-user=few", login) as few:
+            await until(lambda: few.lines("cannot be read") == 1)
+            async with Candidate(tmp_path, etcd, "all", "--etcd-user=root", login) as able:
+                await until(able.leads)
+                await until(lambda: knows(few, able))
+                assert few.lines("cannot be read") == 1
+                assert few.lines("permission denied") == 1
+                assert few.lines("no longer leading") == 0
+
+
 async def test_a_leader_that_is_killed_is_replaced_and_its_fences_hold(tmp_path: Path) -> None:
     """Killed with -9: the standby leads when the leadership has run out, knows who is fenced and
     what became of a conversation, and takes no engine for alive that it has not heard."""

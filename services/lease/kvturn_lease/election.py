@@ -92,7 +92,9 @@ class Election:
             while True:
                 term = await self._win()
                 await self._lead(term)
-                await asyncio.sleep(_RETRY_S)
+                # Who cannot read the records lets others try for a while, who perhaps can.
+                unfit = self._outages.is_open("records")
+                await asyncio.sleep(self._ttl_s if unfit else _RETRY_S)
         finally:
             watching.cancel()
             await asyncio.gather(watching, return_exceptions=True)
@@ -204,18 +206,31 @@ class Election:
         assuming.cancel()
         await asyncio.gather(assuming, return_exceptions=True)
         await self._office.vacate()
-        logger.warning("no longer leading: %s", reason)
+        if reason:
+            logger.warning("no longer leading: %s", reason)
+        else:
+            self._office.stand_by(StoreUnavailable())
         await self._resign(term.fence.lease_id)
 
     async def _hold(self, term: _Term, assuming: asyncio.Task[None]) -> str:
-        """Keeps the term alive for as long as etcd lets it; returns why it is over."""
+        """Keeps the term alive for as long as etcd lets it.
+
+        Returns why it is over; empty if it never began, because the records cannot be read.
+        """
         leadership = term.leadership
         while True:
             await self._pause(leadership.renew_ns)
             if self.over.is_set():
                 return "etcd has another leader key"
-            if assuming.done() and assuming.exception() is not None:
-                return f"the records could not be read: {assuming.exception()}"
+            if assuming.done():
+                problem = assuming.exception()
+                if isinstance(problem, EtcdUnavailable):
+                    return f"the records could not be read: {problem}"
+                if problem is not None:
+                    text = f"the records in etcd cannot be read, so we cannot lead: {problem}"
+                    self._outages.begin("records", text)
+                    return ""
+                self._outages.end("records", "the records in etcd can be read again")
             sent_ns = self._clock_ns()
             if not leadership.leads(sent_ns):
                 return "etcd did not renew the leadership in time"
