@@ -142,7 +142,7 @@ class Decode(Node):
     def _connect(self) -> None:
         """Opens a stream to whoever it takes for the leader; the next one if that fails."""
         sim = self.sim
-        target = sim.services[self.lead % len(sim.services)]
+        target = sim.leader_of(self)
         stands = target.up and (target.paused_until_ns <= self.world.now_ns or sim.chance(0.5))
         if stands and sim.network.is_open(self, target):
             self.after(2 * sim.network.delay_ns(), self._on_connected, target, target.epoch)

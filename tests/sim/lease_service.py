@@ -228,7 +228,7 @@ class LeaseService(Node):
                     request.sequence,
                     echo_term=heartbeat.echo_term,
                     echo_sequence=heartbeat.echo_sequence,
-                    withdrawn=wire.withdrawn(heartbeat, self.config.leases_per_engine_max),
+                    withdrawn=wire.withdrawn(heartbeat, self.config.leases_max),
                     memory=wire.memory(heartbeat),
                     now_ns=now_ns,
                 )

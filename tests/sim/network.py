@@ -8,9 +8,12 @@ from sim.world import MS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import TypeAlias
 
     from sim.weather import Weather
     from sim.world import Node, World
+
+    Asker: TypeAlias = tuple[Node, int, int, Callable[[Any], None]]
 
 
 class Network:
@@ -82,27 +85,23 @@ class Network:
         target: Node,
         serve: Callable[[], object],
         on_answer: Callable[[Any], None],
+        within_ns: int = 1 << 60,
     ) -> None:
         """Asks a question: `serve` runs at `target`, `on_answer` at `source`, each if it arrives.
 
-        Either may run twice. A source that has restarted meanwhile hears nothing.
+        Either may run twice. A source that has restarted meanwhile hears nothing, nor does one
+        whose answer takes longer than `within_ns`.
         """
-        self.send(source, target, self._serve, source, source.epoch, target, serve, on_answer)
+        until_ns = self.world.now_ns + within_ns
+        asker = (source, source.epoch, until_ns, on_answer)
+        self.send(source, target, self._serve, asker, target, serve)
 
-    def _serve(
-        self,
-        source: Node,
-        epoch: int,
-        target: Node,
-        serve: Callable[[], object],
-        on_answer: Callable[[Any], None],
-    ) -> None:
-        self.send(target, source, self._answer, source, epoch, on_answer, serve())
+    def _serve(self, asker: Asker, target: Node, serve: Callable[[], object]) -> None:
+        self.send(target, asker[0], self._answer, asker, serve())
 
-    def _answer(
-        self, source: Node, epoch: int, on_answer: Callable[[Any], None], answer: object
-    ) -> None:
-        if source.epoch == epoch:
+    def _answer(self, asker: Asker, answer: object) -> None:
+        source, epoch, until_ns, on_answer = asker
+        if source.epoch == epoch and self.world.now_ns <= until_ns:
             on_answer(answer)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from sim.decode import Decode
+    from sim.lease_service import LeaseService
     from sim.simulation import Simulation
 
 BLOCK_SIZE = 16
@@ -123,27 +125,30 @@ class Prefill(Node):
             ),
         )
         self._asking[request] = None
-        service = self.sim.services[self.lead % len(self.sim.services)]
+        service = self.sim.leader_of(self)
         self.sim.network.ask(
             self,
             service,
             lambda: service.begin_read(question),
-            lambda answer: self._on_answer(request, answer),
+            lambda answer: self._on_answer(request, service, answer),
         )
         question_ns = self.sim.weather.question_ns
         # The client's own deadline may end after the reader's: what comes then is given back.
-        self.at_clock(request.asked_ns + question_ns, self._on_deadline, request)
+        self.at_clock(request.asked_ns + question_ns, self._on_deadline, request, service)
         self.at_clock(request.asked_ns + question_ns, self._schedule, request)
 
     def _on_answer(
-        self, request: Request, response: lease_pb2.BeginReadResponse | Exception
+        self,
+        request: Request,
+        service: LeaseService,
+        response: lease_pb2.BeginReadResponse | Exception,
     ) -> None:
         if request not in self._asking:
             return  # it has been answered, or its time is over
         del self._asking[request]
         request.answered_ns = self.clock_ns()
         if isinstance(response, Exception):
-            self.sim.follow(self, response)
+            self.sim.follow(self, service, response)
             self._take(request, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
             return
         retention = response.retention
@@ -169,10 +174,10 @@ class Prefill(Node):
             ),
         )
 
-    def _on_deadline(self, request: Request) -> None:
+    def _on_deadline(self, request: Request, service: LeaseService) -> None:
         if request in self._asking:
             del self._asking[request]
-            self.lead += 1
+            self.sim.follow(self, service, None)
             self._take(request, common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE)
 
     def _take(self, request: Request, result: Result) -> None:
@@ -290,17 +295,18 @@ class Prefill(Node):
     def _end_read(self, end: End, attempt: int, answered: list[bool]) -> None:
         if answered or attempt > END_READ_ATTEMPTS:
             return
-        service = self.sim.services[self.lead % len(self.sim.services)]
+        service = self.sim.leader_of(self)
         request = end.request
 
         def on_answer(answer: object) -> None:
             if isinstance(answer, Exception):
-                self.sim.follow(self, answer)
+                self.sim.follow(self, service, answer)
                 self.after(200 * MS, self._end_read, end, attempt + 1, answered)
             else:
                 answered.append(True)
 
-        self.sim.network.ask(self, service, lambda: service.end_read(request), on_answer)
+        serve = functools.partial(service.end_read, request)
+        self.sim.network.ask(self, service, serve, on_answer, END_READ_TIMEOUT_NS)
         self.after(END_READ_TIMEOUT_NS, self._end_read, end, attempt + 1, answered)
 
     def counts(self) -> dict[str, int]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from sim.decode import Decode
+    from sim.lease_service import LeaseService
     from sim.simulation import Simulation
 
 TOKENS_MAX = 96
@@ -113,7 +114,7 @@ class Router(Node):
 
     def tell(self, serve: Callable[[Any], object]) -> None:
         """Sends something whose answer changes nothing."""
-        service = self.sim.services[self.lead % len(self.sim.services)]
+        service = self.sim.leader_of(self)
         self.sim.network.send(self, service, serve, service)
 
     def ask(
@@ -123,10 +124,11 @@ class Router(Node):
 
         def answered(answer: object) -> None:
             if isinstance(answer, Exception):
-                self.sim.follow(self, answer)
+                self.sim.follow(self, service, answer)
             on_answer(answer)
 
-        self.sim.network.ask(self, service, serve, answered)
+        within_ns = self.sim.weather.question_ns
+        self.sim.network.ask(self, service, serve, answered, within_ns)
 
     def keep_alive(self, conversation: Conversation, absence_ns: int | None) -> None:
         """Passes on that a client will be back."""
@@ -167,13 +169,13 @@ class Turn:
             return
         self._expected = self._sim.expected(self._conversation.named, self._prompt)
         router.tell(lambda service: service.touch(key, 1))
-        service = self._sim.services[router.lead % len(self._sim.services)]
+        service = self._sim.leader_of(router)
         router.ask(service, lambda: service.resolve(key), self._on_resolution)
-        router.after(self._sim.weather.question_ns, self._on_deadline)
+        router.after(self._sim.weather.question_ns, self._on_deadline, service)
 
-    def _on_deadline(self) -> None:
+    def _on_deadline(self, service: LeaseService) -> None:
         if not self._resolved:
-            self._router.lead += 1
+            self._sim.follow(self._router, service, None)
             self._on_resolution(None)
 
     def _on_resolution(self, resolution: object) -> None:

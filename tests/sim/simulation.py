@@ -97,10 +97,19 @@ class Simulation:
             return int(self.random.random() * 3 * self.weather.longest_read_ns)
         return MS + int(self.random.random() * 30 * MS)
 
-    def follow(self, node: Any, error: Exception) -> None:
-        """A client learns from an error whom to ask next."""
+    def leader_of(self, node: Any) -> LeaseService:
+        """Returns the lease service that a client takes for the leader."""
+        service: LeaseService = self.services[node.lead % len(self.services)]
+        return service
+
+    def follow(self, node: Any, asked: LeaseService, error: Exception | None) -> None:
+        """A client learns from an error, or from silence (None), whom to ask next."""
         names = [service.name for service in self.services]
         leader = error.metadata.get("leader", "") if isinstance(error, NotLeader) else ""
+        if self.leader_of(node) is not asked:
+            return  # it has turned to another one since
+        if error is None and self.checkers.calm_from_ns is not None:
+            return  # what was asked before the world was healed
         node.lead = names.index(leader) if leader in names else node.lead + 1
 
     def break_stream(
@@ -194,8 +203,10 @@ class Simulation:
         # First what was late before is over: messages under way, and timers.
         world.run(world.now_ns + max(spike_ns, weather.lateness_ns))
         end_ns = world.now_ns + leader_ns + silence_ns + 2 * weather.heartbeat_ns
-        while weather.elected and self.unregistered():
-            if world.now_ns >= end_ns:
+        looks = 0  # that found all well, one after the other
+        while weather.elected and looks < 4:
+            looks = 0 if self.unregistered() else looks + 1
+            if looks == 0 and world.now_ns >= end_ns:
                 raise Violation("L1", self.unregistered())
             world.run(world.now_ns + S // 2)
         if weather.elected:

@@ -238,7 +238,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def _on_heartbeat(
         self, session_id: SessionId, sequence: int, heartbeat: lease_pb2.Heartbeat
     ) -> None:
-        withdrawn = wire.withdrawn(heartbeat, self._config.lessor.leases_per_engine_max)
+        # Not the limit of one engine: a Register may bring more, and all may be given up at once.
+        withdrawn = wire.withdrawn(heartbeat, self._config.lessor.leases_max)
         with self._now() as now_ns:
             self._lessor.heartbeat(
                 session_id,
