@@ -797,6 +797,22 @@ async def test_a_grant_over_a_limit_is_refused_alone() -> None:
         assert (await decode.read()).grant_refused.reason == "LEASES_EXHAUSTED"
 
 
+async def test_more_leases_than_an_engine_may_hold_can_be_given_up_at_once() -> None:
+    """A Register may bring more than a limit that was lowered; a cache reset gives all up."""
+    limits = LessorConfig(leases_per_engine_max=1)
+    async with Service(replace(CONFIG, lessor=limits)).running() as service:
+        decode = service.engine()
+        inventory = [decode.retention(1), decode.retention(2)]
+        await decode.register(inventory=inventory, quiet={"nanos": MS}, previous_term=TERM + 1)
+        pressure = common_pb2.RELEASE_REASON_PRESSURE
+        withdrawn = [
+            lease_pb2.WithdrawnLease(lease_id=each.lease_id, reason=pressure) for each in inventory
+        ]
+        await decode.beat(withdrawn=withdrawn)
+        answer = await decode.beat(withdrawn=withdrawn)
+        assert answer.WhichOneof("message") == "heartbeat_ack"
+
+
 async def test_an_engine_too_many_is_told_so() -> None:
     limits = LessorConfig(engines_max=1)
     async with Service(replace(CONFIG, lessor=limits)).running() as service:
