@@ -229,7 +229,7 @@ async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(capl
                     await asyncio.sleep(0.05)
         began = time.monotonic()
         await asyncio.to_thread(telemetry.shutdown)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 2
     warnings = [record for record in caplog.records if "delivered" in record.message]
     assert len(warnings) == 1
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span, Tracer
 
 EXPORT_TIMEOUT_MS = 2_000
-SHUTDOWN_TIMEOUT_MS = 2_000
+SHUTDOWN_TIMEOUT_MS = 1_000
 
 _propagator = TraceContextTextMapPropagator()
 

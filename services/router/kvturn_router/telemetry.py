@@ -42,7 +42,7 @@ Attributes = Mapping[str, Attribute]
 _QUEUE_MAX: Final = 4096
 _BATCH_MAX: Final = 512
 _EXPORT_TIMEOUT_S: Final = 2
-_SHUTDOWN_TIMEOUT_S: Final = 2.0
+_SHUTDOWN_TIMEOUT_S: Final = 1.0
 
 _traceparent = re.compile(r"([0-9a-f]{2})-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})(-.*)?")
 
@@ -164,7 +164,7 @@ class Telemetry:
         self.turns = TurnTracer(self._provider.get_tracer("kvturn.router"))
 
     def shutdown(self) -> None:
-        """Sends what is left, for at most 2 s."""
+        """Sends what is left, for at most 1 s."""
         if self._provider is None:
             return
         # A collector that hangs must not hold the process: the thread that
