@@ -17,7 +17,6 @@ from lease_rig import (
     HOLD_S,
     HOLD_SLACK_S,
     LEADERSHIP_S,
-    OUTLIVING,
     SESSION_TTL_S,
     Engine,
     LeaseProcess,
@@ -138,7 +137,7 @@ async def test_compaction_costs_no_leader_and_no_failover(tmp_path: Path) -> Non
     """History goes while a standby sleeps; awake again it still takes over when its turn comes."""
     async with (
         EtcdServer(tmp_path) as etcd,
-        lease_cluster(tmp_path, etcd, OUTLIVING) as (leader, standby),
+        lease_cluster(tmp_path, etcd) as (leader, standby),
         Engine([leader.endpoint, standby.endpoint]) as decode,
         Engine([leader.endpoint, standby.endpoint], "p1") as prefill,
     ):
@@ -154,7 +153,8 @@ async def test_compaction_costs_no_leader_and_no_failover(tmp_path: Path) -> Non
         assert await leader.leads()
         leader.kill()
         await until(standby.leads)
-        assert await prefill.granted(await standby.lease_of("a"), "a")
+        decode.retain(3, "c")
+        assert await prefill.granted(await standby.lease_of("c"), "c")
 
 
 async def _revision(etcd: EtcdServer) -> int:

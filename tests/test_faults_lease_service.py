@@ -5,7 +5,6 @@ Real processes of the lease service, with the memory store, and the connector's 
 
 from __future__ import annotations
 
-import asyncio
 import signal
 import time
 from contextlib import asynccontextmanager
@@ -248,7 +247,7 @@ async def test_a_frozen_engine_is_not_read_from_and_comes_back_with_what_it_stil
         await until(lambda: _is_away(service.process, "d1"))
         assert time.monotonic() - frozen_s < SESSION_TTL_S + LATE_S
         assert not await prefill.granted(lease_id, "a")
-        await asyncio.sleep(max(0.0, frozen_s + HOLD_S + HOLD_SLACK_S - time.monotonic()))
+        await until(lambda: time.monotonic() > frozen_s + HOLD_S + HOLD_SLACK_S)
         decode.send_signal(signal.SIGCONT)
 
         async def freed() -> bool:
