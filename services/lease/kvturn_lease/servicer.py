@@ -154,20 +154,19 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         del request  # a large inventory need not live as long as the session
         reader = asyncio.create_task(self._receive(session_id, context))
         writer = asyncio.create_task(stream.write_all(context.write))
+        reason: object = "its connection broke"  # then this call is cancelled
         try:
             done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             error = next((task.exception() for task in done if task.exception()), None)
+            reason = error or "the engine closed its stream"
         finally:
             self._end_session(session_id, stream)
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
-        logger.info(
-            "engine %s: session %d ended: %s",
-            session_id.engine_id,
-            session_id.number,
-            error or "the engine closed its stream",
-        )
+            logger.info(
+                "engine %s: session %d ended: %s", session_id.engine_id, session_id.number, reason
+            )
         if isinstance(error, LeaseServiceError):
             raise error
         if error is not None and not context.done():
