@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import socket
 import threading
@@ -16,6 +17,7 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
+from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector import telemetry
@@ -27,6 +29,8 @@ from kvturn_connector.session import EngineSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
+
+    from opentelemetry.sdk.trace import ReadableSpan
 
     from kvturn_connector.reader import Answer
 
@@ -841,6 +845,28 @@ def test_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.Monke
         spans.shutdown()
         assert client_threads() == ["kvturn-span-flush"], "it went on by itself"
     until(lambda: client_threads() == [])
+
+
+class ScriptedExporter(SpanExporter):
+    """Fails where told so."""
+
+    def __init__(self, *results: SpanExportResult) -> None:
+        self.results = list(results)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        return self.results.pop(0)
+
+
+def test_an_outage_of_the_collector_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """One when it begins, however many batches are lost, and one when it is over."""
+    good, bad = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
+    exporter = telemetry.OutageExporter(ScriptedExporter(good, bad, bad, bad, good, bad), "h:1")
+    with caplog.at_level(logging.INFO, "vllm.kvturn"):
+        for _ in range(5):
+            exporter.export(())
+        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+        exporter.export(())
+    assert len(caplog.records) == 3
 
 
 def test_span_belongs_to_the_turn_and_is_passed_on() -> None:

@@ -13,18 +13,21 @@ from typing import TYPE_CHECKING
 from opentelemetry import trace
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.id_generator import IdGenerator
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from opentelemetry.context import Context
+    from opentelemetry.sdk.trace import ReadableSpan
     from opentelemetry.trace import Span, Tracer
 
 EXPORT_TIMEOUT_MS = 2_000
 SHUTDOWN_TIMEOUT_MS = 1_000
+
+logger = logging.getLogger("vllm.kvturn")
 
 _propagator = TraceContextTextMapPropagator()
 
@@ -56,9 +59,13 @@ class Telemetry:
             return
         from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
-        logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)
-        exporter = OTLPSpanExporter(
-            endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https"), timeout=2
+        # The library speaks of every failed attempt; OutageExporter speaks for it.
+        logging.getLogger("opentelemetry.exporter.otlp").setLevel(logging.CRITICAL)
+        exporter = OutageExporter(
+            OTLPSpanExporter(
+                endpoint=otlp_endpoint, insecure=not otlp_endpoint.startswith("https"), timeout=2
+            ),
+            otlp_endpoint,
         )
         provider = self._own_provider = TracerProvider(
             resource=Resource.create(
@@ -99,6 +106,30 @@ class Telemetry:
         )
         flush.start()
         flush.join(SHUTDOWN_TIMEOUT_MS / 1000)
+
+
+class OutageExporter(SpanExporter):
+    """Exports through another exporter, and logs one line when that begins to fail."""
+
+    def __init__(self, exporter: SpanExporter, endpoint: str) -> None:
+        self._exporter = exporter
+        self._endpoint = endpoint
+        self._failing = False
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Exports a batch of spans, which is dropped if that fails."""
+        result = self._exporter.export(spans)
+        failing = result is not SpanExportResult.SUCCESS
+        if failing and not self._failing:
+            logger.warning("kvturn: spans cannot be sent to %s; they are dropped", self._endpoint)
+        elif self._failing and not failing:
+            logger.info("kvturn: spans are sent to %s again", self._endpoint)
+        self._failing = failing
+        return result
+
+    def shutdown(self) -> None:
+        """Ends the other exporter."""
+        self._exporter.shutdown()
 
 
 def metadata_of(span: Span) -> tuple[tuple[str, str], ...]:
