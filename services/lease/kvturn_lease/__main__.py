@@ -73,7 +73,8 @@ async def _serve(config: LeaseConfig) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     telemetry = make_telemetry(config.otlp_endpoint)
     servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer)
     server = LeaseServer(config, servicer, telemetry)
@@ -88,6 +89,8 @@ async def _serve(config: LeaseConfig) -> None:
         await _stand_for_election(config, config.etcd, servicer, server, address, stop)
     await server.stop()
     await telemetry.close()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 async def _stand_for_election(

@@ -62,13 +62,16 @@ async def _serve(config: RouterConfig, telemetry: Telemetry) -> None:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     server = compose(config, telemetry)
     await server.start()
     grpc = f", grpc {config.host}:{server.grpc_port}" if server.grpc_port is not None else ""
     print(f"router listening on http://{config.host}:{server.port}{grpc}", flush=True)
     await stop.wait()
     await server.stop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # the last spans are still to be sent
 
 
 def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
