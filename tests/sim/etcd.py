@@ -52,27 +52,30 @@ class Etcd(Node):
         super().__init__(world, "etcd", drift_ppm)
         self._ttl_ns = weather.leader_ttl_ns
         self.leader = ""
+        self._attempt = 0
         self._expires_ns = 0
         self.records = Records()
 
-    def campaign(self, candidate: str) -> tuple[bool, str, Snapshot | None]:
+    def campaign(self, candidate: str, attempt: int) -> tuple[bool, str, Snapshot | None]:
         """Makes the candidate the leader, or keeps it that, if nobody else is.
 
-        Returns whether it leads, who leads, and what a new leader starts from.
+        `attempt` counts its terms and tries: an older one's message, late or doubled, changes
+        nothing. Returns whether it leads, who leads, and what a new leader starts from.
         """
         now_ns = self.clock_ns()
         if now_ns >= self._expires_ns:
             self.leader = ""
-        if self.leader not in ("", candidate):
+        ours = self.leader == candidate
+        if self.leader and (not ours or attempt < self._attempt):
             return False, self.leader, None
-        renewed = self.leader == candidate
-        self.leader = candidate
+        renewed = ours and attempt == self._attempt
+        self.leader, self._attempt = candidate, attempt
         self._expires_ns = now_ns + self._ttl_ns
         return True, candidate, None if renewed else self.records.load()
 
-    def resign(self, candidate: str) -> None:
-        """Ends the candidate's leadership at once."""
-        if self.leader == candidate:
+    def resign(self, candidate: str, attempt: int) -> None:
+        """Ends that leadership at once."""
+        if (self.leader, self._attempt) == (candidate, attempt):
             self.leader = ""
 
     def restarted(self) -> None:

@@ -37,6 +37,8 @@ class LeaseService(Node):
         self.sim = sim
         self.lateness_ns = sim.weather.lateness_ns
         self.lessor: Lessor | None = None
+        self._attempt = 0
+        """Counts its candidatures, over all starts."""
         self._boot()
 
     def _configure(self) -> LessorConfig:
@@ -64,6 +66,7 @@ class LeaseService(Node):
         self.config = self._configure()
         self.lessor = None
         self._leadership = Leadership()
+        self._term_attempt = 0
         self.leader = ""
         self._streams: dict[SessionId, Stream] = {}
         self._timer_ns: int | None = None
@@ -105,7 +108,7 @@ class LeaseService(Node):
         self.depose()
         etcd = self.sim.etcd
         if etcd is not None:
-            self.sim.network.send(self, etcd, etcd.resign, self.name)
+            self.sim.network.send(self, etcd, etcd.resign, self.name, self._term_attempt)
 
     def depose(self) -> None:
         """Ends the term, for whatever reason."""
@@ -118,43 +121,41 @@ class LeaseService(Node):
         etcd = self.sim.etcd
         assert etcd is not None
         asked_ns = self.clock_ns()
-        leadership = self._leadership if self.leads else None
+        next_ns = asked_ns + self.sim.weather.leader_ttl_ns // 3
+        if self.leads:
+            attempt = self._term_attempt
+            next_ns = max(self._leadership.renew_ns, asked_ns + RETRY_NS)
+        else:
+            attempt = self._attempt = self._attempt + 1
         self.sim.network.ask(
             self,
             etcd,
-            lambda: etcd.campaign(self.name),
-            lambda answer: self._on_campaign(asked_ns, leadership, answer),
+            lambda: etcd.campaign(self.name, attempt),
+            lambda answer: self._on_campaign(asked_ns, attempt, answer),
         )
-        next_ns = asked_ns + self.sim.weather.leader_ttl_ns // 3
-        if leadership is not None:
-            next_ns = max(leadership.renew_ns, asked_ns + RETRY_NS)
         self.at_clock(next_ns, self._campaign)
 
     def _on_campaign(
-        self,
-        asked_ns: int,
-        leadership: Leadership | None,
-        answer: tuple[bool, str, Snapshot | None],
+        self, asked_ns: int, attempt: int, answer: tuple[bool, str, Snapshot | None]
     ) -> None:
         elected, self.leader, snapshot = answer
-        same_term = self.leads and self._leadership is leadership
+        same_term = self.leads and self._term_attempt == attempt
         ttl_s = self.sim.weather.leader_ttl_ns // S
         if not elected:
             if same_term:
                 self.depose()
-        elif snapshot is not None:
-            term = Leadership()
-            term.acknowledge(asked_ns, ttl_s)
-            if term.leads(self.clock_ns()):
-                self.depose()
-                self._leadership = term
-                self._lead(snapshot, term.until_ns)
+        elif same_term and snapshot is not None:
+            self.resign()  # its key was lost in between: another may have led
         elif same_term and self.lessor is not None:
             self._leadership.acknowledge(asked_ns, ttl_s)
             self.lessor.lead_until(self._leadership.until_ns)
-        else:
-            # Its key outlived its term: nobody else may lead, and it does not either.
-            self.resign()
+        elif snapshot is not None and not self.leads:
+            term = Leadership()
+            term.acknowledge(asked_ns, ttl_s)
+            if term.leads(self.clock_ns()):
+                self._leadership = term
+                self._term_attempt = attempt
+                self._lead(snapshot, term.until_ns)
 
     def _lead(self, snapshot: Snapshot, lead_until_ns: int | None) -> None:
         sim = self.sim

@@ -199,6 +199,8 @@ class Simulation:
         if self.etcd is not None:
             leader_ns = int(1.5 * k * weather.leader_ttl_ns) + S
         spike_ns = weather.spike_ns if weather.spike else 0
+        if weather.doubles:
+            spike_ns *= 3
         silence_ns = int(k * weather.ttl_ns) + OPEN_TIMEOUT_NS + 2 * S
         # First what was late before is over: messages under way, and timers.
         world.run(world.now_ns + max(spike_ns, weather.lateness_ns))
