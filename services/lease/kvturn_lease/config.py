@@ -43,7 +43,7 @@ _ETCD_SCHEME = "etcd://"
 _PASSWORD_VARIABLE = "KVTURN_LEASE_ETCD_PASSWORD"
 _VARIABLE = "KVTURN_LEASE_"
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_HOST = re.compile(r"\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+")
+_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 _PASSWORD_PLACE = f"comes by --etcd-password-file or {_PASSWORD_VARIABLE}"
 
 
@@ -425,9 +425,8 @@ def _advertised(address: str) -> str:
 
 
 def _is_address(text: str) -> bool:
-    host, _, port = text.rpartition(":")
-    named = _HOST.fullmatch(host) is not None
-    return named and port.isdecimal() and 0 < int(port) < 65_536
+    named = _HOST_PORT.fullmatch(text)
+    return named is not None and 0 < int(named["port"]) < 65_536
 
 
 def _is_unspecified(host: str) -> bool:

@@ -8,6 +8,7 @@ list in their variable. A wrong value is refused by name, in one line.
 import argparse
 import difflib
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 from kvturn_router.fleet import EngineAddress, engine_address
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
+_HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -125,10 +127,11 @@ def _engines(text: str) -> tuple[EngineAddress, ...]:
 def _endpoints(text: str) -> tuple[str, ...]:
     endpoints = tuple(part.strip() for part in text.split(","))
     for endpoint in endpoints:
-        host, _, port = endpoint.rpartition(":")
-        # Where isdecimal() holds int() takes it; isdigit() holds for more than that.
-        if not host or not port.isdecimal() or not 0 < int(port) < 65_536:
-            raise ValueError("must be HOST:PORT, or several with commas between")
+        named = _HOST_PORT.fullmatch(endpoint)
+        if named is None or not 0 < int(named["port"]) < 65_536:
+            raise ValueError(
+                "must be HOST:PORT, or several with commas between, IPv6 addresses in brackets"
+            )
     if len(endpoints) > _ENDPOINTS_MAX:
         raise ValueError(f"must name at most {_ENDPOINTS_MAX} endpoints")
     return endpoints
