@@ -65,8 +65,10 @@ class EtcdTerms:
         await self.client.close()
 
     async def begin(self) -> tuple[EtcdStore, Snapshot]:
-        """Ends the term before in order and begins the next."""
+        """Ends the term before, once etcd has all that it recorded, and begins the next."""
         if self._store is not None:
+            async with asyncio.timeout(20):
+                await self._store.settled()
             await self._store.close()
         await self.depose()
         self.leases = EtcdLeases(self._ttl_s, self._records_per_lease_max)

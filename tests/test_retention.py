@@ -347,8 +347,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
     @rule()
     def tick(self) -> None:
-        for one in self.held.values():
-            one.withdrawn |= self.now_ns >= one.retained_ns + LONGEST_HOLD_NS
+        self.grow_old()
         requests = self.engine.tick(self.now_ns)
         self.look_at_freed()  # Before the heartbeat of this tick, which no longer speaks of it.
         self.look_at(requests)
@@ -360,7 +359,6 @@ class EngineAgainstModel(RuleBasedStateMachine):
     @precondition(lambda self: not self.open)
     @rule(new_term=st.booleans())
     def register(self, new_term: bool) -> None:
-        expected = {number for number, one in self.held.items() if not one.withdrawn}
         self.open = True
         self.session_number += 1
         self.sent_sequence = 0
@@ -369,7 +367,10 @@ class EngineAgainstModel(RuleBasedStateMachine):
         for one in self.held.values():
             one.offered = False
         last_vouched_ns = {number: one.vouched_ns for number, one in self.held.items()}
+        self.grow_old()
         request = self.engine.open(self.now_ns)
+        self.look_at_freed()  # What is too old is not offered again.
+        expected = {number for number, one in self.held.items() if not one.withdrawn}
         register = request.register
         assert register.previous_term == self.heard_term
         quiet_ns = register.quiet.ToNanoseconds() if register.HasField("quiet") else None
@@ -520,12 +521,19 @@ class EngineAgainstModel(RuleBasedStateMachine):
 
     def look_at_heartbeat(self, heartbeat: lease_pb2.Heartbeat) -> None:
         assert (heartbeat.echo_term, heartbeat.echo_sequence) == (self.term, self.service_sequence)
+        self.grow_old()
+        there = {one.number for one in self.engine.retentions}
+        offered = [one for number, one in self.held.items() if one.offered and number in there]
         named = {one.lease_id for one in heartbeat.withdrawn}
-        expected = {one.lease_id for one in self.held.values() if one.offered and one.withdrawn}
-        assert named == expected
-        for one in self.held.values():
-            if one.offered and not one.withdrawn:
+        assert named == {one.lease_id for one in offered if one.withdrawn}
+        for one in offered:
+            if not one.withdrawn:
                 one.vouched_ns = self.now_ns
+
+    def grow_old(self) -> None:
+        """What has reached its longest hold is given up before anything is vouched for."""
+        for one in self.held.values():
+            one.withdrawn |= self.now_ns >= one.retained_ns + LONGEST_HOLD_NS
 
     def overdue(self, one: Believed) -> bool:
         return one.vouched_ns is None or self.now_ns >= one.vouched_ns + self.told_hold_ns
