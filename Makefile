@@ -7,7 +7,7 @@ BENCH_ARGS ?=
 BENCH_OUT ?= bench/policy
 SIM_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease bench-policy clean
+.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease bench-policy bench-engine clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -62,6 +62,9 @@ lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 
 bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
 	$(BIN)/python -m bench.lease $(BENCH_ARGS)
+
+bench-engine: setup ## Measure idle and pressed engines beside stock ones (minutes, on a quiet machine)
+	@$(BIN)/python -m bench.engine $(BENCH_ARGS)
 
 bench-policy: setup-fast ## Replay real traffic under several policies (needs a trace: bench/policy/README.md)
 	@$(SETUP) plots

@@ -177,7 +177,8 @@ class LeaseServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetLease(self, request, context):
-        """Returns one lease.
+        """Returns one lease; also one that is gone whose read is past its time and has
+        not ended.
         Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -107,7 +107,8 @@ class LeaseServiceStub:
         kvturn.v1.lease_pb2.GetLeaseRequest,
         kvturn.v1.lease_pb2.GetLeaseResponse,
     ]
-    """Returns one lease.
+    """Returns one lease; also one that is gone whose read is past its time and has
+    not ended.
     Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
     """
 
@@ -217,7 +218,8 @@ class LeaseServiceAsyncStub:
         kvturn.v1.lease_pb2.GetLeaseRequest,
         kvturn.v1.lease_pb2.GetLeaseResponse,
     ]
-    """Returns one lease.
+    """Returns one lease; also one that is gone whose read is past its time and has
+    not ended.
     Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
     """
 
@@ -343,7 +345,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         request: kvturn.v1.lease_pb2.GetLeaseRequest,
         context: _ServicerContext,
     ) -> typing.Union[kvturn.v1.lease_pb2.GetLeaseResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.GetLeaseResponse]]:
-        """Returns one lease.
+        """Returns one lease; also one that is gone whose read is past its time and has
+        not ended.
         Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
         """
 
