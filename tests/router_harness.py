@@ -145,6 +145,8 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     """Reason of the ErrorInfo with which every question is refused; empty: it leads."""
     leader: str = ""
     """Whom it names then."""
+    refused: int = 0
+    """Questions that it refused so."""
     resolved: list[lease_pb2.ResolveConversationRequest] = field(default_factory=list)
     traceparents: list[str | None] = field(default_factory=list)
     touches: list[tuple[str, int]] = field(default_factory=list)
@@ -171,10 +173,19 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def until_refused(self, count: int) -> None:
+        """Waits until it has refused so many questions."""
+        async with asyncio.timeout(GUARD_S):
+            while self.refused < count:
+                self.changed.clear()
+                await self.changed.wait()
+
     async def _answerable(self, context: Any) -> None:
         if self.silent:
             await asyncio.Event().wait()
         if self.standby:
+            self.refused += 1
+            self.changed.set()
             info = error_details_pb2.ErrorInfo(reason=self.standby, domain="kvturn.v1")
             info.metadata["leader"] = self.leader
             detail = any_pb2.Any()

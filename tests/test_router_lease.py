@@ -211,6 +211,23 @@ async def test_the_service_hears_when_turns_begin_and_end():
         assert rig.lease.touches == [("c1", 1), ("c1", -1)]
 
 
+async def test_the_end_of_a_turn_is_told_once_somebody_leads_again():
+    """However often it was refused: a turn that never ends would keep the conversation's KV."""
+    async with router(lease=FakeLease()) as rig:
+
+        async def answers_without_leader(seen: Seen, reply: Reply) -> None:
+            await rig.lease.until_touched(1)
+            rig.lease.standby = "STORE_UNAVAILABLE"
+            await reply.json(rig.prefill.prefill_answer())
+
+        rig.prefill.script(CHAT, answers_without_leader)
+        await rig.post(turn_body(conversation_id="c1"))
+        await rig.lease.until_refused(5)
+        rig.lease.standby = ""
+        await rig.lease.until_touched(2)
+        assert rig.lease.touches == [("c1", 1), ("c1", -1)]
+
+
 async def test_a_grant_on_its_way_is_waited_for():
     """Right after turn 1 the service is asked for turn 1's grant; in a new one for none."""
     async with router(lease=FakeLease()) as rig:

@@ -27,7 +27,8 @@ _TOUCHES_MAX = 10_000
 """Conversations with signs of life waiting to be sent; beyond it new ones are dropped."""
 _TOUCHES_AT_ONCE = 8
 _TOUCH_DEADLINE_S = 1.0
-_TOUCH_TRIES = 3
+_TOUCH_PAUSE_S_MIN = 0.2
+_TOUCH_PAUSE_S_MAX = 1.0
 _CALL_DEADLINE_S = 1.0
 _LONGEST_READ_MS = 3_000
 """Longest read where the lease service does not say."""
@@ -185,10 +186,12 @@ class LeaseClient:
             await self._channels.ask(
                 lambda stub: stub.TouchConversation, request, timeout_s=_TOUCH_DEADLINE_S
             )
-        except Unanswered:
-            return False
+        except Unanswered as problem:
+            # What was not answered in time may have been counted. Counted twice, an end does no
+            # harm; a beginning would be a turn that never ends.
+            return delta > 0 and problem.reason == "DEADLINE_EXCEEDED"
         except grpc.aio.AioRpcError as error:
-            return error.code() is grpc.StatusCode.INVALID_ARGUMENT
+            return error.code() is not grpc.StatusCode.RESOURCE_EXHAUSTED
         return True
 
     def _heard(self, problem: str) -> None:
@@ -207,7 +210,8 @@ class LeaseClient:
 class _TouchQueue:
     """Signs of life waiting to be sent: one number per conversation.
 
-    `send` tells one and returns whether it need not be tried again.
+    `send` tells one and returns whether it need not be tried again. What cannot be told waits until
+    it can: a turn whose end is never told keeps its conversation's KV for the longest hold.
     """
 
     def __init__(self, send: Callable[[ConversationKey, int], Awaitable[bool]]) -> None:
@@ -238,6 +242,7 @@ class _TouchQueue:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _drain(self) -> None:
+        pause_s = _TOUCH_PAUSE_S_MIN
         while True:
             key = next((key for key in self._waiting if key not in self._sending), None)
             if key is None:
@@ -245,16 +250,20 @@ class _TouchQueue:
             delta = self._waiting.pop(key)
             self._sending.add(key)
             try:
-                await self._deliver(key, delta)
+                told = await self._send(key, delta)
             finally:
                 self._sending.discard(key)
+            if told:
+                pause_s = _TOUCH_PAUSE_S_MIN
+                continue
+            self._put_back(key, delta)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _TOUCH_PAUSE_S_MAX)
 
-    async def _deliver(self, key: ConversationKey, delta: int) -> None:
-        for attempt in range(_TOUCH_TRIES):
-            if attempt:
-                await asyncio.sleep(0.2 * attempt)
-            if await self._send(key, delta):
-                return
+    def _put_back(self, key: ConversationKey, delta: int) -> None:
+        delta += self._waiting.pop(key, 0)
+        if delta:  # else all turns that began have ended, and nobody heard of either
+            self._waiting[key] = delta
 
 
 def verdict_of(number: int) -> Verdict | None:
