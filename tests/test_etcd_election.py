@@ -186,6 +186,15 @@ async def test_a_leader_told_to_stop_while_its_term_ends_tidies_up(tmp_path: Pat
         await client.close()
 
 
+async def test_a_leader_key_that_would_never_run_out_is_removed(tmp_path: Path) -> None:
+    """As a copy of etcd's keys without their leases leaves it: nobody leads there, ever."""
+    async with EtcdServer(tmp_path) as etcd:
+        await etcd.ctl("put", "kvturn/leader", "somebody:1")
+        async with Candidate(tmp_path, etcd, "a") as one:
+            await until(one.leads)
+            assert one.lines("removing a leader key") == 1
+
+
 async def test_one_that_may_not_read_the_records_says_so_once_and_leaves_the_lead(
     tmp_path: Path,
 ) -> None:

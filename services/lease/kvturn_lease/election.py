@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 from kvturn_lease.errors import NotLeader, StoreUnavailable
-from kvturn_lease.etcd.client import created_at, put, read
+from kvturn_lease.etcd.client import created_at, delete, hangs_on, put, read
 from kvturn_lease.etcd.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseGone
 from kvturn_lease.etcd_store import Fence
 from kvturn_lease.leadership import Leadership
@@ -23,6 +23,7 @@ from kvturn_lease.leadership import Leadership
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvturn.etcd.v3 import etcd_pb2
     from kvturn_lease.errors import LeaseServiceError
     from kvturn_lease.etcd.client import EtcdClient
     from kvturn_lease.outages import Outages
@@ -107,7 +108,10 @@ class Election:
             self._changed.clear()
             try:
                 kv, _ = await self._client.get(self._key, 2 * self._look_s)
-                if kv is not None and kv.lease == self._lease_id:
+                if kv is not None and kv.lease == 0:
+                    await self._clear(kv)
+                    kv = None
+                elif kv is not None and kv.lease == self._lease_id:
                     # Of a term of ours that ended while etcd was away: it need not run out.
                     await self._client.revoke(kv.lease, self._look_s)
                     kv = None
@@ -127,6 +131,19 @@ class Election:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._look_s):
                     await self._changed.wait()
+
+    async def _clear(self, kv: etcd_pb2.KeyValue) -> None:
+        """Deletes a key that would never run out: no leader's, but copied here without its lease.
+
+        Raises EtcdError.
+        """
+        logger.warning("removing a leader key that hangs on no etcd lease")
+        await self._client.transact(
+            [created_at(self._key, kv.create_revision), hangs_on(self._key, 0)],
+            [delete(self._key)],
+            timeout_s=self._look_s,
+            safe=True,
+        )
 
     def _see(self, leader: str) -> None:
         if leader != self._leader:
