@@ -33,7 +33,7 @@ down: ## Stop what `kvturn up --detach` started
 test: setup lint type check-protos ## Run every check and test, the real stack included
 	$(BIN)/pytest -m "not fault" $(PYTEST_ARGS)
 
-test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM (under a minute)
+test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM 
 	$(BIN)/pytest -m "not stack and not fault" $(PYTEST_ARGS)
 
 test-all: test sim ## Run make test, the full simulation and the fault matrix
