@@ -384,3 +384,20 @@ async def test_a_user_logs_in_and_again_when_the_token_is_no_longer_known(tmp_pa
         await write(client, 3)
         await until(lambda: watcher.keys == numbered(0, 4))
         await watcher.stop()
+
+
+async def test_a_login_that_is_not_answered_holds_no_call_beyond_its_time(tmp_path: Path) -> None:
+    """Nor does one call wait for the login of another; once etcd answers, all are logged in."""
+    async with (
+        EtcdServer(tmp_path) as etcd,
+        client_of(etcd.endpoint, user="root", password="right-5f1") as client,
+    ):
+        await lock(etcd)
+        etcd.freeze()
+        began_s = time.monotonic()
+        calls = [client.get(b"k/0", 0.2) for _ in range(5)]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        assert {type(answer) for answer in answers} == {EtcdUnavailable}
+        assert time.monotonic() - began_s < 0.8
+        etcd.resume()
+        await write(client, 1)

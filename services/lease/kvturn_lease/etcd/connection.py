@@ -7,6 +7,7 @@ repeat are repeated: reads, lease calls under a chosen id, transactions that gua
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -85,10 +86,13 @@ class Connection:
         self._channels: dict[int, grpc.aio.Channel] = {}
         self._current = 0
         self._token: str | None = None
-        self._login_lock = asyncio.Lock()
+        self._logins: dict[int, asyncio.Task[str]] = {}
+        """By endpoint; each goes on for whoever comes next, whenever one who waits gives up."""
 
     async def close(self) -> None:
         """Ends all calls."""
+        for login in list(self._logins.values()):
+            login.cancel()
         for channel in self._channels.values():
             await channel.close(None)
 
@@ -147,14 +151,20 @@ class Connection:
         request: Request,
         timeout_s: float,
     ) -> Response:
-        token = await self._logged_in(endpoint)
+        began_s = time.monotonic()
+        try:
+            async with asyncio.timeout(timeout_s):
+                token = await self._logged_in(endpoint)
+        except TimeoutError:
+            raise EtcdUnavailable("no answer in time") from None
+        left_s = timeout_s - (time.monotonic() - began_s)
         call = self._channel(endpoint).unary_unary(
             method.path,
             request_serializer=method.request_type.SerializeToString,
             response_deserializer=method.response_type.FromString,  # type: ignore[attr-defined]
         )
         try:
-            response = await call(request, timeout=timeout_s, metadata=_metadata(token))
+            response = await call(request, timeout=left_s, metadata=_metadata(token))
         except AioRpcError as error:
             raise self._judge(error, token) from None
         assert isinstance(response, method.response_type)
@@ -198,10 +208,18 @@ class Connection:
         """Returns the token to call with, None where no user is set."""
         if not self._config.user:
             return None
-        async with self._login_lock:
-            if self._token is None:
-                self._token = await self._log_in(endpoint)
-            return self._token
+        if self._token is None:
+            login = self._logins.get(endpoint)
+            if login is None:
+                login = self._logins[endpoint] = asyncio.create_task(self._log_in(endpoint))
+                login.add_done_callback(functools.partial(self._note_login, endpoint))
+            return await asyncio.shield(login)
+        return self._token
+
+    def _note_login(self, endpoint: int, login: asyncio.Task[str]) -> None:
+        del self._logins[endpoint]
+        if not login.cancelled() and login.exception() is None:
+            self._token = login.result()
 
     async def _log_in(self, endpoint: int) -> str:
         request = etcd_pb2.AuthenticateRequest(
