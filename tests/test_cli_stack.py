@@ -124,6 +124,19 @@ def test_an_engine_that_ends_while_starting_is_named_with_its_log(
     assert stack.processes == ()
 
 
+def test_an_engine_that_does_not_register_is_told_with_the_lease_service(
+    tmp_path: Path, fake_python: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The error has the lease service's last words and both logs: either may be the cause."""
+    monkeypatch.setattr("kvturn_cli.stack.REGISTER_TIMEOUT_S", 0.0)
+    config = config_of(tmp_path, fake_python, model)
+    stack = Stack(dataclasses.replace(config, lease=True, connector=Connector()))
+    words = r"last said: lease service listening on .*\(logs: .*/lease\.log, .*/decode-0\.log\)"
+    with pytest.raises(StackError, match=words):
+        stack.start()
+    assert stack.processes == ()
+
+
 def test_an_engine_that_ends_while_running_is_noticed(
     tmp_path: Path, fake_python: Path, model: Path
 ) -> None:

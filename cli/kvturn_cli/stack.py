@@ -358,10 +358,21 @@ class Stack:
         while registered_decode_engines(self.lease_address) < wanted:
             self.check_alive()
             if time.monotonic() - began_s > REGISTER_TIMEOUT_S:
-                log = self.logs[next(e.name for e in self.config.engines if e.role == "decode")]
-                raise StackError(f"no decode engine registered with the lease service (log: {log})")
+                raise StackError(self._unregistered())
             self._progress.waiting("waiting for the decode engine to register its session")
             time.sleep(POLL_S)
+
+    def _unregistered(self) -> str:
+        """Returns what is known of a decode engine that did not register.
+
+        The lease service may be to blame: without its etcd it does not lead, and says so.
+        """
+        lease = next(process for process in self._processes if process.name == "lease")
+        engine = next(engine.name for engine in self.config.engines if engine.role == "decode")
+        return (
+            "no decode engine registered with the lease service, which last said:"
+            f" {lease.last_line()[:300]} (logs: {lease.log}, {self.logs[engine]})"
+        )
 
 
 def check(config: StackConfig) -> None:
