@@ -459,6 +459,13 @@ async def test_a_conversation_can_be_seen_ended_and_kept_alive():
             "absence_s",
         ),
         ("POST", "/kvturn/v1/conversations/c/keepalive?model=m", b"[]", 400, None),
+        (
+            "POST",
+            "/kvturn/v1/conversations/c/keepalive?model=m",
+            b'{"absence":5}',
+            400,
+            "absence",
+        ),
     ],
 )
 async def test_a_wrong_request_about_a_conversation_is_refused_by_name(

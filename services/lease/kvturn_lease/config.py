@@ -310,7 +310,7 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     log_level = str(values["log-level"]).upper()
     _check(log_level in _LOG_LEVELS, "log-level must be DEBUG, INFO, WARNING or ERROR")
     policy = str(values["policy"])
-    _check(policy in list(Policy), f"policy must be {', '.join(Policy)}")
+    _check(policy in list(Policy), "policy must be idle, pressure or fixed-ttl")
     engines_max = int(values["engines"])
     return LeaseConfig(
         host=str(values["host"]),

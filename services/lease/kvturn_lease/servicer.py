@@ -146,7 +146,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         await context.send_initial_metadata(())
         stream = await self._register(session_id, request.register)
         logger.info(
-            "engine %s registered: session %d, %d retentions",
+            "engine %s registered: session %d, retentions: %d",
             session_id.engine_id,
             session_id.number,
             len(request.register.inventory),
@@ -154,19 +154,21 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         del request  # a large inventory need not live as long as the session
         reader = asyncio.create_task(self._receive(session_id, context))
         writer = asyncio.create_task(stream.write_all(context.write))
-        reason: object = "its connection broke"  # then this call is cancelled
+        error: BaseException | None = None
         try:
             done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
             error = next((task.exception() for task in done if task.exception()), None)
-            reason = error or "the engine closed its stream"
-        finally:
+        finally:  # gRPC cancels this call when the connection breaks, also once more below
             self._end_session(session_id, stream)
+            logger.info(
+                "engine %s: session %d ended: %s",
+                session_id.engine_id,
+                session_id.number,
+                error if isinstance(error, LeaseServiceError) else "its stream ended",
+            )
             reader.cancel()
             writer.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
-            logger.info(
-                "engine %s: session %d ended: %s", session_id.engine_id, session_id.number, reason
-            )
         if isinstance(error, LeaseServiceError):
             raise error
         if error is not None and not context.done():

@@ -273,7 +273,11 @@ class HttpFront:
     async def _keep_alive(
         self, answer: HttpAnswer, request: HttpRequest, key: ConversationKey
     ) -> None:
-        absence_s = given_number(parse(request.body), "absence_s") if request.body else None
+        members = parse(request.body) if request.body else {}
+        for name in members:
+            if name != "absence_s":
+                raise bad_field(name, "Only `absence_s` can be given.")
+        absence_s = given_number(members, "absence_s")
         if absence_s is not None:
             checked_absence_s("absence_s", absence_s)
         kept_s = await self._forwarder.keep_alive(key, absence_s)
