@@ -8,6 +8,7 @@ import os
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 import asyncio
+import ctypes
 import gc
 import logging
 import secrets
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
     from kvturn_lease.etcd.config import EtcdConfig
     from kvturn_lease.etcd_store import Fence
 
+_M_MMAP_THRESHOLD = -3  # malloc.h
+_MMAP_THRESHOLD_BYTES = 64 * 1024
+
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
@@ -61,12 +65,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Leases are many, long-lived and free of reference cycles; walking all of them whenever
     # their number has grown by a quarter would hold up questions for tens of milliseconds.
     gc.set_threshold(10_000, 20, 1_000)
+    _return_large_messages()
     try:
         uvloop.run(_serve(config))
     except ListenError as error:
         print(f"kvturn lease: {error}", file=sys.stderr)
         return EXIT_FAILED
     return EXIT_OK
+
+
+def _return_large_messages() -> None:
+    """Lets glibc give the memory of large messages back to the system as soon as they are done.
+
+    Left to itself it raises the threshold with the first inventory of tens of megabytes, and
+    leases then lie scattered among what was freed.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:  # glibc's; another C library does as it does
+        mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
 
 
 async def _serve(config: LeaseConfig) -> None:
