@@ -267,10 +267,45 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
 
     Raises ConfigError naming the wrong setting and the fix; SystemExit(0) after --help.
     """
-    defaults, core = LeaseConfig(), LessorConfig()
+    defaults = LeaseConfig()
     parser = _Parser("kvturn lease", environ)
     parser.text("host", defaults.host, "address to listen on")
     parser.count("port", defaults.port, "port to listen on, 0 for a free one", 0, 65_535)
+    _add_lessor_settings(parser)
+    parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
+    parser.count("questions", defaults.questions_max, "calls in progress")
+    parser.text("store", _MEMORY, "memory, or etcd://HOST:PORT,HOST:PORT of one cluster")
+    parser.text("etcd-ca", "", "file of the certificates to check etcd's against; turns TLS on")
+    parser.text("etcd-cert", "", "file of our certificate for etcd")
+    parser.text("etcd-key", "", "file of its key")
+    parser.text("etcd-user", "", "user to log in to etcd as")
+    parser.text("etcd-password-file", "", f"file of the password, instead of {_PASSWORD_VARIABLE}")
+    parser.text("etcd-prefix", "kvturn/", "what our keys in etcd begin with")
+    parser.text("secret-file", "", "file of the cluster secret, the same for all lease services")
+    parser.seconds("leadership", defaults.leadership_ns, "TTL of a leader in etcd")
+    parser.text("advertise", "", "HOST:PORT where clients reach this process")
+    parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
+    values = parser.parse(argv)
+    log_level = str(values["log-level"]).upper()
+    _check(log_level in _LOG_LEVELS, "log-level must be DEBUG, INFO, WARNING or ERROR")
+    return LeaseConfig(
+        host=str(values["host"]),
+        port=int(values["port"]),
+        lessor=_lessor_config(values),
+        queued_messages_max=int(values["queued-messages"]),
+        questions_max=int(values["questions"]),
+        etcd=_etcd_config(values, environ),
+        secret=_secret(str(values["secret-file"])),
+        leadership_ns=int(values["leadership"]),
+        advertise=_advertised(str(values["advertise"])),
+        otlp_endpoint=str(values["otlp-endpoint"]),
+        log_level=log_level,
+    )
+
+
+def _add_lessor_settings(parser: _Parser) -> None:
+    core = LessorConfig()
     parser.seconds("session-ttl", core.session_ttl_ns, "trust in an engine after its last echo")
     parser.seconds("heartbeat", core.heartbeat_ns, "interval of the engines' heartbeats")
     parser.seconds("longest-read", core.longest_read_ns, "longest read of a retention")
@@ -292,59 +327,33 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.count("tokens-per-lease", core.tokens_per_lease_max, "tokens of one lease")
     parser.count("engines", core.engines_max, "engines with a session")
     parser.count("conversations", core.conversations_max, "conversations remembered without lease")
-    parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
-    parser.count("questions", defaults.questions_max, "calls in progress")
-    parser.text("store", _MEMORY, "memory, or etcd://HOST:PORT,HOST:PORT of one cluster")
-    parser.text("etcd-ca", "", "file of the certificates to check etcd's against; turns TLS on")
-    parser.text("etcd-cert", "", "file of our certificate for etcd")
-    parser.text("etcd-key", "", "file of its key")
-    parser.text("etcd-user", "", "user to log in to etcd as")
-    parser.text("etcd-password-file", "", f"file of the password, instead of {_PASSWORD_VARIABLE}")
-    parser.text("etcd-prefix", "kvturn/", "what our keys in etcd begin with")
-    parser.text("secret-file", "", "file of the cluster secret, the same for all lease services")
-    parser.seconds("leadership", defaults.leadership_ns, "TTL of a leader in etcd")
-    parser.text("advertise", "", "HOST:PORT where clients reach this process")
-    parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
-    parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
-    values = parser.parse(argv)
-    log_level = str(values["log-level"]).upper()
-    _check(log_level in _LOG_LEVELS, "log-level must be DEBUG, INFO, WARNING or ERROR")
+
+
+def _lessor_config(values: Mapping[str, int | str]) -> LessorConfig:
     policy = str(values["policy"])
     _check(policy in list(Policy), "policy must be idle, pressure or fixed-ttl")
     engines_max = int(values["engines"])
-    return LeaseConfig(
-        host=str(values["host"]),
-        port=int(values["port"]),
-        lessor=LessorConfig(
-            session_ttl_ns=int(values["session-ttl"]),
-            heartbeat_ns=int(values["heartbeat"]),
-            longest_read_ns=int(values["longest-read"]),
-            question_deadline_ns=int(values["question-deadline"]),
-            idle_ns=int(values["idle"]),
-            max_hold_ns=int(values["max-hold"]),
-            policy=Policy(policy),
-            fixed_ttl_ns=int(values["fixed-ttl"]),
-            leases_max=int(values["leases"]),
-            leases_per_engine_max=int(values["leases-per-engine"]),
-            blocks_per_engine_max=int(values["blocks-per-engine"]),
-            tokens_per_engine_max=int(values["tokens-per-engine"]),
-            leases_per_tenant_max=int(values["leases-per-tenant"]),
-            blocks_per_tenant_max=int(values["blocks-per-tenant"]),
-            tokens_per_tenant_max=int(values["tokens-per-tenant"]),
-            blocks_per_lease_max=int(values["blocks-per-lease"]),
-            tokens_per_lease_max=int(values["tokens-per-lease"]),
-            engines_max=engines_max,
-            engines_away_max=4 * engines_max,
-            conversations_max=int(values["conversations"]),
-        ),
-        queued_messages_max=int(values["queued-messages"]),
-        questions_max=int(values["questions"]),
-        etcd=_etcd_config(values, environ),
-        secret=_secret(str(values["secret-file"])),
-        leadership_ns=int(values["leadership"]),
-        advertise=_advertised(str(values["advertise"])),
-        otlp_endpoint=str(values["otlp-endpoint"]),
-        log_level=log_level,
+    return LessorConfig(
+        session_ttl_ns=int(values["session-ttl"]),
+        heartbeat_ns=int(values["heartbeat"]),
+        longest_read_ns=int(values["longest-read"]),
+        question_deadline_ns=int(values["question-deadline"]),
+        idle_ns=int(values["idle"]),
+        max_hold_ns=int(values["max-hold"]),
+        policy=Policy(policy),
+        fixed_ttl_ns=int(values["fixed-ttl"]),
+        leases_max=int(values["leases"]),
+        leases_per_engine_max=int(values["leases-per-engine"]),
+        blocks_per_engine_max=int(values["blocks-per-engine"]),
+        tokens_per_engine_max=int(values["tokens-per-engine"]),
+        leases_per_tenant_max=int(values["leases-per-tenant"]),
+        blocks_per_tenant_max=int(values["blocks-per-tenant"]),
+        tokens_per_tenant_max=int(values["tokens-per-tenant"]),
+        blocks_per_lease_max=int(values["blocks-per-lease"]),
+        tokens_per_lease_max=int(values["tokens-per-lease"]),
+        engines_max=engines_max,
+        engines_away_max=4 * engines_max,
+        conversations_max=int(values["conversations"]),
     )
 
 
