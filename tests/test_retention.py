@@ -399,6 +399,7 @@ class EngineAgainstModel(RuleBasedStateMachine):
             hold_ns = int(DRIFT_MARGIN * (ttl_ms + read_ms) * MS)
             self.told_hold_ns = max(self.told_hold_ns, hold_ns)
         self.receive(registered=answer)
+        self.look_at_freed()  # The answer may tell a hold that has run out by now.
 
     @precondition(lambda self: self.open and self.service_sequence > 0)
     @rule()
