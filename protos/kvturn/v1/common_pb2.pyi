@@ -1,3 +1,4 @@
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
@@ -30,6 +31,14 @@ class Verdict(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     VERDICT_STORE_UNAVAILABLE: _ClassVar[Verdict]
     VERDICT_TURNED_OFF: _ClassVar[Verdict]
     VERDICT_NOT_OFFERED: _ClassVar[Verdict]
+
+class PlanKind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    PLAN_KIND_UNSPECIFIED: _ClassVar[PlanKind]
+    PLAN_KIND_PULL: _ClassVar[PlanKind]
+    PLAN_KIND_LOCAL: _ClassVar[PlanKind]
+    PLAN_KIND_RECOMPUTE: _ClassVar[PlanKind]
+    PLAN_KIND_ALONE: _ClassVar[PlanKind]
 
 class ReleaseReason(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -72,6 +81,11 @@ VERDICT_LEASE_SERVICE_UNREACHABLE: Verdict
 VERDICT_STORE_UNAVAILABLE: Verdict
 VERDICT_TURNED_OFF: Verdict
 VERDICT_NOT_OFFERED: Verdict
+PLAN_KIND_UNSPECIFIED: PlanKind
+PLAN_KIND_PULL: PlanKind
+PLAN_KIND_LOCAL: PlanKind
+PLAN_KIND_RECOMPUTE: PlanKind
+PLAN_KIND_ALONE: PlanKind
 RELEASE_REASON_UNSPECIFIED: ReleaseReason
 RELEASE_REASON_CONSUMED: ReleaseReason
 RELEASE_REASON_SUPERSEDED: ReleaseReason
@@ -97,6 +111,38 @@ class ConversationKey(_message.Message):
     conversation_id: str
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., conversation_id: _Optional[str] = ...) -> None: ...
 
+class TurnReport(_message.Message):
+    __slots__ = ("conversation_id", "turn", "verdict", "prompt_tokens", "reused_tokens", "local_tokens", "prefill_time", "read_time", "read_bytes", "plan", "first_byte_time", "output_tokens", "prefill_engine", "decode_engine")
+    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
+    READ_TIME_FIELD_NUMBER: _ClassVar[int]
+    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BYTE_TIME_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_ENGINE_FIELD_NUMBER: _ClassVar[int]
+    conversation_id: str
+    turn: int
+    verdict: Verdict
+    prompt_tokens: int
+    reused_tokens: int
+    local_tokens: int
+    prefill_time: _duration_pb2.Duration
+    read_time: _duration_pb2.Duration
+    read_bytes: int
+    plan: PlanKind
+    first_byte_time: _duration_pb2.Duration
+    output_tokens: int
+    prefill_engine: str
+    decode_engine: str
+    def __init__(self, conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., prefill_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_bytes: _Optional[int] = ..., plan: _Optional[_Union[PlanKind, str]] = ..., first_byte_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., output_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ...) -> None: ...
+
 class BlockGroup(_message.Message):
     __slots__ = ("block_ids",)
     BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -114,7 +160,7 @@ class TokenDigests(_message.Message):
     def __init__(self, stride_tokens: _Optional[int] = ..., digest_bytes: _Optional[int] = ..., values: _Optional[bytes] = ...) -> None: ...
 
 class Retention(_message.Message):
-    __slots__ = ("lease_id", "conversation", "token_count", "block_size", "groups", "digests", "whole_only", "prompt_tokens", "local_cached_tokens", "turn")
+    __slots__ = ("lease_id", "conversation", "token_count", "block_size", "groups", "digests", "whole_only", "prompt_tokens", "local_cached_tokens", "turn", "history")
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +171,7 @@ class Retention(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     LOCAL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    HISTORY_FIELD_NUMBER: _ClassVar[int]
     lease_id: str
     conversation: ConversationKey
     token_count: int
@@ -135,7 +182,8 @@ class Retention(_message.Message):
     prompt_tokens: int
     local_cached_tokens: int
     turn: int
-    def __init__(self, lease_id: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., token_count: _Optional[int] = ..., block_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BlockGroup, _Mapping]]] = ..., digests: _Optional[_Union[TokenDigests, _Mapping]] = ..., whole_only: bool = ..., prompt_tokens: _Optional[int] = ..., local_cached_tokens: _Optional[int] = ..., turn: _Optional[int] = ...) -> None: ...
+    history: bytes
+    def __init__(self, lease_id: _Optional[str] = ..., conversation: _Optional[_Union[ConversationKey, _Mapping]] = ..., token_count: _Optional[int] = ..., block_size: _Optional[int] = ..., groups: _Optional[_Iterable[_Union[BlockGroup, _Mapping]]] = ..., digests: _Optional[_Union[TokenDigests, _Mapping]] = ..., whole_only: bool = ..., prompt_tokens: _Optional[int] = ..., local_cached_tokens: _Optional[int] = ..., turn: _Optional[int] = ..., history: _Optional[bytes] = ...) -> None: ...
 
 class NixlAddress(_message.Message):
     __slots__ = ("nixl_engine_id", "host", "port", "tp_size", "dcp_size", "pp_size")

@@ -192,6 +192,132 @@ class GrantRefused(_message.Message):
     reason: str
     def __init__(self, lease_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
 
+class RouterSessionRequest(_message.Message):
+    __slots__ = ("hello", "begin_turns", "end_turns")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    BEGIN_TURNS_FIELD_NUMBER: _ClassVar[int]
+    END_TURNS_FIELD_NUMBER: _ClassVar[int]
+    hello: RouterHello
+    begin_turns: _containers.RepeatedCompositeFieldContainer[BeginTurn]
+    end_turns: _containers.RepeatedCompositeFieldContainer[EndTurn]
+    def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., begin_turns: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ..., end_turns: _Optional[_Iterable[_Union[EndTurn, _Mapping]]] = ...) -> None: ...
+
+class RouterHello(_message.Message):
+    __slots__ = ("router_id", "turns_in_flight")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    TURNS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    turns_in_flight: _containers.RepeatedCompositeFieldContainer[BeginTurn]
+    def __init__(self, router_id: _Optional[str] = ..., turns_in_flight: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ...) -> None: ...
+
+class BeginTurn(_message.Message):
+    __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    RECOGNISE_FIELD_NUMBER: _ClassVar[int]
+    POINTS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_FIELD_NUMBER: _ClassVar[int]
+    REUSE_FIELD_NUMBER: _ClassVar[int]
+    turn_id: int
+    conversation: _common_pb2.ConversationKey
+    recognise: bool
+    points: _containers.RepeatedScalarFieldContainer[bytes]
+    wait: _duration_pb2.Duration
+    reuse: bool
+    def __init__(self, turn_id: _Optional[int] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., recognise: bool = ..., points: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reuse: bool = ...) -> None: ...
+
+class EndTurn(_message.Message):
+    __slots__ = ("turn_id", "retains", "report")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    RETAINS_FIELD_NUMBER: _ClassVar[int]
+    REPORT_FIELD_NUMBER: _ClassVar[int]
+    turn_id: int
+    retains: bool
+    report: _common_pb2.TurnReport
+    def __init__(self, turn_id: _Optional[int] = ..., retains: bool = ..., report: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ...) -> None: ...
+
+class RouterSessionResponse(_message.Message):
+    __slots__ = ("turns", "engines", "engines_gone", "retained", "welcome")
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_FIELD_NUMBER: _ClassVar[int]
+    ENGINES_GONE_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[TurnBegun]
+    engines: _containers.RepeatedCompositeFieldContainer[Engine]
+    engines_gone: _containers.RepeatedScalarFieldContainer[str]
+    retained: _containers.RepeatedCompositeFieldContainer[TurnRetained]
+    welcome: RouterWelcome
+    def __init__(self, turns: _Optional[_Iterable[_Union[TurnBegun, _Mapping]]] = ..., engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ..., engines_gone: _Optional[_Iterable[str]] = ..., retained: _Optional[_Iterable[_Union[TurnRetained, _Mapping]]] = ..., welcome: _Optional[_Union[RouterWelcome, _Mapping]] = ...) -> None: ...
+
+class RouterWelcome(_message.Message):
+    __slots__ = ("longest_read",)
+    LONGEST_READ_FIELD_NUMBER: _ClassVar[int]
+    longest_read: _duration_pb2.Duration
+    def __init__(self, longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class TurnBegun(_message.Message):
+    __slots__ = ("turn_id", "conversation_id", "turn", "lease_id", "verdict", "engine_id", "http_address", "token_count", "prompt_tokens", "extends", "refused")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
+    LEASE_ID_FIELD_NUMBER: _ClassVar[int]
+    VERDICT_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    HTTP_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXTENDS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    turn_id: int
+    conversation_id: str
+    turn: int
+    lease_id: str
+    verdict: _common_pb2.Verdict
+    engine_id: str
+    http_address: str
+    token_count: int
+    prompt_tokens: int
+    extends: bool
+    refused: str
+    def __init__(self, turn_id: _Optional[int] = ..., conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., lease_id: _Optional[str] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., engine_id: _Optional[str] = ..., http_address: _Optional[str] = ..., token_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., extends: bool = ..., refused: _Optional[str] = ...) -> None: ...
+
+class TurnRetained(_message.Message):
+    __slots__ = ("turn_id", "token_count", "prompt_tokens", "local_cached_tokens")
+    TURN_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    turn_id: int
+    token_count: int
+    prompt_tokens: int
+    local_cached_tokens: int
+    def __init__(self, turn_id: _Optional[int] = ..., token_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., local_cached_tokens: _Optional[int] = ...) -> None: ...
+
+class ListTurnsRequest(_message.Message):
+    __slots__ = ("conversation",)
+    CONVERSATION_FIELD_NUMBER: _ClassVar[int]
+    conversation: _common_pb2.ConversationKey
+    def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
+
+class ListTurnsResponse(_message.Message):
+    __slots__ = ("turns",)
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
+    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ...) -> None: ...
+
+class DrainEngineRequest(_message.Message):
+    __slots__ = ("engine_id", "draining")
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
+    engine_id: str
+    draining: bool
+    def __init__(self, engine_id: _Optional[str] = ..., draining: bool = ...) -> None: ...
+
+class DrainEngineResponse(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
 class ResolveConversationRequest(_message.Message):
     __slots__ = ("conversation", "expected_turn", "wait")
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
@@ -375,18 +501,20 @@ class RevokeLeaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("description", "session_number", "lease_count", "memory", "last_heartbeat_age")
+    __slots__ = ("description", "session_number", "lease_count", "memory", "last_heartbeat_age", "draining")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARTBEAT_AGE_FIELD_NUMBER: _ClassVar[int]
+    DRAINING_FIELD_NUMBER: _ClassVar[int]
     description: EngineDescription
     session_number: int
     lease_count: int
     memory: KvMemory
     last_heartbeat_age: _duration_pb2.Duration
-    def __init__(self, description: _Optional[_Union[EngineDescription, _Mapping]] = ..., session_number: _Optional[int] = ..., lease_count: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., last_heartbeat_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+    draining: bool
+    def __init__(self, description: _Optional[_Union[EngineDescription, _Mapping]] = ..., session_number: _Optional[int] = ..., lease_count: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., last_heartbeat_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., draining: bool = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
     __slots__ = ()

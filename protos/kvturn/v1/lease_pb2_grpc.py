@@ -46,6 +46,11 @@ class LeaseServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.EngineSessionRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_lease__pb2.EngineSessionResponse.FromString,
                 _registered_method=True)
+        self.RouterSession = channel.stream_stream(
+                '/kvturn.v1.LeaseService/RouterSession',
+                request_serializer=kvturn_dot_v1_dot_lease__pb2.RouterSessionRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_lease__pb2.RouterSessionResponse.FromString,
+                _registered_method=True)
         self.ResolveConversation = channel.unary_unary(
                 '/kvturn.v1.LeaseService/ResolveConversation',
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.ResolveConversationRequest.SerializeToString,
@@ -76,6 +81,11 @@ class LeaseServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.EndConversationRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_lease__pb2.EndConversationResponse.FromString,
                 _registered_method=True)
+        self.ListTurns = channel.unary_unary(
+                '/kvturn.v1.LeaseService/ListTurns',
+                request_serializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.FromString,
+                _registered_method=True)
         self.GetLease = channel.unary_unary(
                 '/kvturn.v1.LeaseService/GetLease',
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.GetLeaseRequest.SerializeToString,
@@ -96,6 +106,11 @@ class LeaseServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesResponse.FromString,
                 _registered_method=True)
+        self.DrainEngine = channel.unary_unary(
+                '/kvturn.v1.LeaseService/DrainEngine',
+                request_serializer=kvturn_dot_v1_dot_lease__pb2.DrainEngineRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_lease__pb2.DrainEngineResponse.FromString,
+                _registered_method=True)
 
 
 class LeaseServiceServicer(object):
@@ -115,6 +130,18 @@ class LeaseServiceServicer(object):
         Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
         (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
         SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RouterSession(self, request_iterator, context):
+        """Holds one router's session: its turns as they begin and end, and what it
+        needs to know of them and of the engines. One message carries many. The
+        first message must bring `hello`. Turns in flight are counted per session:
+        they are over when it ends, however it ends. Per-turn failures are fields
+        of TurnBegun.
+        Errors: INVALID_ARGUMENT (malformed message), RESOURCE_EXHAUSTED (a limit).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -176,6 +203,15 @@ class LeaseServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListTurns(self, request, context):
+        """Lists the latest turns of a conversation that routers reported, over all
+        routers, oldest first.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLease(self, request, context):
         """Returns one lease; also one that is gone whose read is past its time and has
         not ended.
@@ -209,6 +245,15 @@ class LeaseServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DrainEngine(self, request, context):
+        """Has routers send an engine no new turns, or take it up again. What it
+        retains can still be read. Idempotent.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (ENGINE_NOT_FOUND).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LeaseServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +261,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     servicer.EngineSession,
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.EngineSessionRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_lease__pb2.EngineSessionResponse.SerializeToString,
+            ),
+            'RouterSession': grpc.stream_stream_rpc_method_handler(
+                    servicer.RouterSession,
+                    request_deserializer=kvturn_dot_v1_dot_lease__pb2.RouterSessionRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_lease__pb2.RouterSessionResponse.SerializeToString,
             ),
             'ResolveConversation': grpc.unary_unary_rpc_method_handler(
                     servicer.ResolveConversation,
@@ -247,6 +297,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.EndConversationRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_lease__pb2.EndConversationResponse.SerializeToString,
             ),
+            'ListTurns': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTurns,
+                    request_deserializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.SerializeToString,
+            ),
             'GetLease': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLease,
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.GetLeaseRequest.FromString,
@@ -266,6 +321,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     servicer.ListEngines,
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesResponse.SerializeToString,
+            ),
+            'DrainEngine': grpc.unary_unary_rpc_method_handler(
+                    servicer.DrainEngine,
+                    request_deserializer=kvturn_dot_v1_dot_lease__pb2.DrainEngineRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_lease__pb2.DrainEngineResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -302,6 +362,33 @@ class LeaseService(object):
             '/kvturn.v1.LeaseService/EngineSession',
             kvturn_dot_v1_dot_lease__pb2.EngineSessionRequest.SerializeToString,
             kvturn_dot_v1_dot_lease__pb2.EngineSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RouterSession(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvturn.v1.LeaseService/RouterSession',
+            kvturn_dot_v1_dot_lease__pb2.RouterSessionRequest.SerializeToString,
+            kvturn_dot_v1_dot_lease__pb2.RouterSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -475,6 +562,33 @@ class LeaseService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListTurns(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvturn.v1.LeaseService/ListTurns',
+            kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.SerializeToString,
+            kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def GetLease(request,
             target,
             options=(),
@@ -572,6 +686,33 @@ class LeaseService(object):
             '/kvturn.v1.LeaseService/ListEngines',
             kvturn_dot_v1_dot_lease__pb2.ListEnginesRequest.SerializeToString,
             kvturn_dot_v1_dot_lease__pb2.ListEnginesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DrainEngine(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvturn.v1.LeaseService/DrainEngine',
+            kvturn_dot_v1_dot_lease__pb2.DrainEngineRequest.SerializeToString,
+            kvturn_dot_v1_dot_lease__pb2.DrainEngineResponse.FromString,
             options,
             channel_credentials,
             insecure,

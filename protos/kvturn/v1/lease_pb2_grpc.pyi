@@ -47,6 +47,18 @@ class LeaseServiceStub:
     SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
     """
 
+    RouterSession: grpc.StreamStreamMultiCallable[
+        kvturn.v1.lease_pb2.RouterSessionRequest,
+        kvturn.v1.lease_pb2.RouterSessionResponse,
+    ]
+    """Holds one router's session: its turns as they begin and end, and what it
+    needs to know of them and of the engines. One message carries many. The
+    first message must bring `hello`. Turns in flight are counted per session:
+    they are over when it ends, however it ends. Per-turn failures are fields
+    of TurnBegun.
+    Errors: INVALID_ARGUMENT (malformed message), RESOURCE_EXHAUSTED (a limit).
+    """
+
     ResolveConversation: grpc.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.ResolveConversationRequest,
         kvturn.v1.lease_pb2.ResolveConversationResponse,
@@ -103,6 +115,15 @@ class LeaseServiceStub:
     Errors: INVALID_ARGUMENT.
     """
 
+    ListTurns: grpc.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.ListTurnsRequest,
+        kvturn.v1.lease_pb2.ListTurnsResponse,
+    ]
+    """Lists the latest turns of a conversation that routers reported, over all
+    routers, oldest first.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+    """
+
     GetLease: grpc.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.GetLeaseRequest,
         kvturn.v1.lease_pb2.GetLeaseResponse,
@@ -136,6 +157,15 @@ class LeaseServiceStub:
     Errors: none of its own.
     """
 
+    DrainEngine: grpc.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.DrainEngineRequest,
+        kvturn.v1.lease_pb2.DrainEngineResponse,
+    ]
+    """Has routers send an engine no new turns, or take it up again. What it
+    retains can still be read. Idempotent.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (ENGINE_NOT_FOUND).
+    """
+
 class LeaseServiceAsyncStub:
     """Grants, renews and ends leases on KV that decode engines retain.
 
@@ -156,6 +186,18 @@ class LeaseServiceAsyncStub:
     Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
     (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
     SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
+    """
+
+    RouterSession: grpc.aio.StreamStreamMultiCallable[
+        kvturn.v1.lease_pb2.RouterSessionRequest,
+        kvturn.v1.lease_pb2.RouterSessionResponse,
+    ]
+    """Holds one router's session: its turns as they begin and end, and what it
+    needs to know of them and of the engines. One message carries many. The
+    first message must bring `hello`. Turns in flight are counted per session:
+    they are over when it ends, however it ends. Per-turn failures are fields
+    of TurnBegun.
+    Errors: INVALID_ARGUMENT (malformed message), RESOURCE_EXHAUSTED (a limit).
     """
 
     ResolveConversation: grpc.aio.UnaryUnaryMultiCallable[
@@ -214,6 +256,15 @@ class LeaseServiceAsyncStub:
     Errors: INVALID_ARGUMENT.
     """
 
+    ListTurns: grpc.aio.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.ListTurnsRequest,
+        kvturn.v1.lease_pb2.ListTurnsResponse,
+    ]
+    """Lists the latest turns of a conversation that routers reported, over all
+    routers, oldest first.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+    """
+
     GetLease: grpc.aio.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.GetLeaseRequest,
         kvturn.v1.lease_pb2.GetLeaseResponse,
@@ -247,6 +298,15 @@ class LeaseServiceAsyncStub:
     Errors: none of its own.
     """
 
+    DrainEngine: grpc.aio.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.DrainEngineRequest,
+        kvturn.v1.lease_pb2.DrainEngineResponse,
+    ]
+    """Has routers send an engine no new turns, or take it up again. What it
+    retains can still be read. Idempotent.
+    Errors: INVALID_ARGUMENT, NOT_FOUND (ENGINE_NOT_FOUND).
+    """
+
 class LeaseServiceServicer(metaclass=abc.ABCMeta):
     """Grants, renews and ends leases on KV that decode engines retain.
 
@@ -269,6 +329,20 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         Errors: INVALID_ARGUMENT (malformed message), FAILED_PRECONDITION
         (SESSION_FENCED: a newer session of this engine exists; SESSION_EXPIRED;
         SEQUENCE_GAP), RESOURCE_EXHAUSTED (a limit).
+        """
+
+    @abc.abstractmethod
+    def RouterSession(
+        self,
+        request_iterator: _MaybeAsyncIterator[kvturn.v1.lease_pb2.RouterSessionRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[kvturn.v1.lease_pb2.RouterSessionResponse], collections.abc.AsyncIterator[kvturn.v1.lease_pb2.RouterSessionResponse]]:
+        """Holds one router's session: its turns as they begin and end, and what it
+        needs to know of them and of the engines. One message carries many. The
+        first message must bring `hello`. Turns in flight are counted per session:
+        they are over when it ends, however it ends. Per-turn failures are fields
+        of TurnBegun.
+        Errors: INVALID_ARGUMENT (malformed message), RESOURCE_EXHAUSTED (a limit).
         """
 
     @abc.abstractmethod
@@ -340,6 +414,17 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         """
 
     @abc.abstractmethod
+    def ListTurns(
+        self,
+        request: kvturn.v1.lease_pb2.ListTurnsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvturn.v1.lease_pb2.ListTurnsResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.ListTurnsResponse]]:
+        """Lists the latest turns of a conversation that routers reported, over all
+        routers, oldest first.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+        """
+
+    @abc.abstractmethod
     def GetLease(
         self,
         request: kvturn.v1.lease_pb2.GetLeaseRequest,
@@ -378,6 +463,17 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvturn.v1.lease_pb2.ListEnginesResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.ListEnginesResponse]]:
         """Lists engines with a live session, in order of engine id.
         Errors: none of its own.
+        """
+
+    @abc.abstractmethod
+    def DrainEngine(
+        self,
+        request: kvturn.v1.lease_pb2.DrainEngineRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvturn.v1.lease_pb2.DrainEngineResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.DrainEngineResponse]]:
+        """Has routers send an engine no new turns, or take it up again. What it
+        retains can still be read. Idempotent.
+        Errors: INVALID_ARGUMENT, NOT_FOUND (ENGINE_NOT_FOUND).
         """
 
 def add_LeaseServiceServicer_to_server(servicer: LeaseServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

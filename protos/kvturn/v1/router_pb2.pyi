@@ -8,62 +8,44 @@ from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Map
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ChatRequest(_message.Message):
-    __slots__ = ("conversation_id", "body_json", "reuse")
+    __slots__ = ("conversation_id", "body_json", "reuse", "scope")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     BODY_JSON_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     conversation_id: str
     body_json: str
     reuse: str
-    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ...) -> None: ...
+    scope: str
+    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
     __slots__ = ("report", "chunk_json")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     CHUNK_JSON_FIELD_NUMBER: _ClassVar[int]
-    report: TurnReport
+    report: _common_pb2.TurnReport
     chunk_json: str
-    def __init__(self, report: _Optional[_Union[TurnReport, _Mapping]] = ..., chunk_json: _Optional[str] = ...) -> None: ...
+    def __init__(self, report: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ..., chunk_json: _Optional[str] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
-    __slots__ = ("conversation_id", "body_json", "reuse")
+    __slots__ = ("conversation_id", "body_json", "reuse", "scope")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     BODY_JSON_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
+    SCOPE_FIELD_NUMBER: _ClassVar[int]
     conversation_id: str
     body_json: str
     reuse: str
-    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ...) -> None: ...
+    scope: str
+    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ("report", "body_json")
     REPORT_FIELD_NUMBER: _ClassVar[int]
     BODY_JSON_FIELD_NUMBER: _ClassVar[int]
-    report: TurnReport
+    report: _common_pb2.TurnReport
     body_json: str
-    def __init__(self, report: _Optional[_Union[TurnReport, _Mapping]] = ..., body_json: _Optional[str] = ...) -> None: ...
-
-class TurnReport(_message.Message):
-    __slots__ = ("conversation_id", "turn", "verdict", "prompt_tokens", "reused_tokens", "local_tokens", "prefill_time", "read_time", "read_bytes")
-    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
-    TURN_FIELD_NUMBER: _ClassVar[int]
-    VERDICT_FIELD_NUMBER: _ClassVar[int]
-    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    REUSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    LOCAL_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    PREFILL_TIME_FIELD_NUMBER: _ClassVar[int]
-    READ_TIME_FIELD_NUMBER: _ClassVar[int]
-    READ_BYTES_FIELD_NUMBER: _ClassVar[int]
-    conversation_id: str
-    turn: int
-    verdict: _common_pb2.Verdict
-    prompt_tokens: int
-    reused_tokens: int
-    local_tokens: int
-    prefill_time: _duration_pb2.Duration
-    read_time: _duration_pb2.Duration
-    read_bytes: int
-    def __init__(self, conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., prefill_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_bytes: _Optional[int] = ...) -> None: ...
+    def __init__(self, report: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ..., body_json: _Optional[str] = ...) -> None: ...
 
 class GetConversationRequest(_message.Message):
     __slots__ = ("conversation_id", "model")
@@ -76,8 +58,8 @@ class GetConversationRequest(_message.Message):
 class GetConversationResponse(_message.Message):
     __slots__ = ("turns",)
     TURNS_FIELD_NUMBER: _ClassVar[int]
-    turns: _containers.RepeatedCompositeFieldContainer[TurnReport]
-    def __init__(self, turns: _Optional[_Iterable[_Union[TurnReport, _Mapping]]] = ...) -> None: ...
+    turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
+    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ...) -> None: ...
 
 class RouterServiceEndConversationRequest(_message.Message):
     __slots__ = ("conversation_id", "model")

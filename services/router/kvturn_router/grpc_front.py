@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 from grpc_status import rpc_status
 
-from kvturn.v1 import router_pb2, router_pb2_grpc
+from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router.conversation import (
     ConversationBook,
     ConversationKey,
@@ -441,8 +441,8 @@ def _headers(context: Context) -> dict[str, str]:
     }
 
 
-def _report_message(key: ConversationKey, report: TurnReport) -> router_pb2.TurnReport:
-    return router_pb2.TurnReport(
+def _report_message(key: ConversationKey, report: TurnReport) -> common_pb2.TurnReport:
+    return common_pb2.TurnReport(
         conversation_id=key.conversation_id,
         turn=report.turn,
         verdict=proto_verdict(report.verdict),
