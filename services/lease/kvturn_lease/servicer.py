@@ -12,6 +12,7 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
@@ -288,6 +289,26 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         with self._now() as now_ns:
             if self._leading is not None:
                 self._leading.close_session(session_id, now_ns)
+
+    # ---- routers -------------------------------------------------------------------------
+
+    async def RouterSession(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
+        """Is not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "RouterSession is not served yet")
+
+    async def ListTurns(
+        self, request: lease_pb2.ListTurnsRequest, context: Any
+    ) -> lease_pb2.ListTurnsResponse:
+        """Is not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ListTurns is not served yet")
+        raise AssertionError("abort returned")
+
+    async def DrainEngine(
+        self, request: lease_pb2.DrainEngineRequest, context: Any
+    ) -> lease_pb2.DrainEngineResponse:
+        """Is not served yet."""
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "DrainEngine is not served yet")
+        raise AssertionError("abort returned")
 
     # ---- questions -----------------------------------------------------------------------
 
