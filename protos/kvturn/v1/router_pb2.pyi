@@ -1,23 +1,35 @@
 from google.protobuf import duration_pb2 as _duration_pb2
 from kvturn.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from typing import ClassVar as _ClassVar, Iterable as _Iterable, Mapping as _Mapping, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class Api(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    API_UNSPECIFIED: _ClassVar[Api]
+    API_CHAT_COMPLETIONS: _ClassVar[Api]
+    API_COMPLETIONS: _ClassVar[Api]
+API_UNSPECIFIED: Api
+API_CHAT_COMPLETIONS: Api
+API_COMPLETIONS: Api
+
 class ChatRequest(_message.Message):
-    __slots__ = ("conversation_id", "body_json", "reuse", "scope")
+    __slots__ = ("conversation_id", "body_json", "reuse", "scope", "api")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     BODY_JSON_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     SCOPE_FIELD_NUMBER: _ClassVar[int]
+    API_FIELD_NUMBER: _ClassVar[int]
     conversation_id: str
     body_json: str
     reuse: str
     scope: str
-    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ...) -> None: ...
+    api: Api
+    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ..., api: _Optional[_Union[Api, str]] = ...) -> None: ...
 
 class ChatResponse(_message.Message):
     __slots__ = ("report", "chunk_json")
@@ -28,16 +40,18 @@ class ChatResponse(_message.Message):
     def __init__(self, report: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ..., chunk_json: _Optional[str] = ...) -> None: ...
 
 class CompleteRequest(_message.Message):
-    __slots__ = ("conversation_id", "body_json", "reuse", "scope")
+    __slots__ = ("conversation_id", "body_json", "reuse", "scope", "api")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     BODY_JSON_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     SCOPE_FIELD_NUMBER: _ClassVar[int]
+    API_FIELD_NUMBER: _ClassVar[int]
     conversation_id: str
     body_json: str
     reuse: str
     scope: str
-    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ...) -> None: ...
+    api: Api
+    def __init__(self, conversation_id: _Optional[str] = ..., body_json: _Optional[str] = ..., reuse: _Optional[str] = ..., scope: _Optional[str] = ..., api: _Optional[_Union[Api, str]] = ...) -> None: ...
 
 class CompleteResponse(_message.Message):
     __slots__ = ("report", "body_json")

@@ -32,9 +32,12 @@ class RouterServiceStub:
         kvturn.v1.router_pb2.ChatResponse,
     ]
     """Serves one chat turn as a stream of the engine's own chunks.
-    Errors: INVALID_ARGUMENT (body), UNAVAILABLE (no engine), or the status
-    that maps from the engine's HTTP status, with the engine's body in
-    ErrorInfo metadata "body" (cut to 4 KiB).
+    Errors: INVALID_ARGUMENT (body), RESOURCE_EXHAUSTED (body too large, too
+    many turns at once), UNAVAILABLE (no engine, shutting down), or the status
+    that maps from the engine's HTTP status. All with ErrorInfo: metadata
+    "http_status", "body" (the engine's own or the router's in OpenAI's shape,
+    cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+    Retry-After), which also comes as RetryInfo where it is in seconds.
     """
 
     Complete: grpc.UnaryUnaryMultiCallable[
@@ -83,9 +86,12 @@ class RouterServiceAsyncStub:
         kvturn.v1.router_pb2.ChatResponse,
     ]
     """Serves one chat turn as a stream of the engine's own chunks.
-    Errors: INVALID_ARGUMENT (body), UNAVAILABLE (no engine), or the status
-    that maps from the engine's HTTP status, with the engine's body in
-    ErrorInfo metadata "body" (cut to 4 KiB).
+    Errors: INVALID_ARGUMENT (body), RESOURCE_EXHAUSTED (body too large, too
+    many turns at once), UNAVAILABLE (no engine, shutting down), or the status
+    that maps from the engine's HTTP status. All with ErrorInfo: metadata
+    "http_status", "body" (the engine's own or the router's in OpenAI's shape,
+    cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+    Retry-After), which also comes as RetryInfo where it is in seconds.
     """
 
     Complete: grpc.aio.UnaryUnaryMultiCallable[
@@ -136,9 +142,12 @@ class RouterServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[kvturn.v1.router_pb2.ChatResponse], collections.abc.AsyncIterator[kvturn.v1.router_pb2.ChatResponse]]:
         """Serves one chat turn as a stream of the engine's own chunks.
-        Errors: INVALID_ARGUMENT (body), UNAVAILABLE (no engine), or the status
-        that maps from the engine's HTTP status, with the engine's body in
-        ErrorInfo metadata "body" (cut to 4 KiB).
+        Errors: INVALID_ARGUMENT (body), RESOURCE_EXHAUSTED (body too large, too
+        many turns at once), UNAVAILABLE (no engine, shutting down), or the status
+        that maps from the engine's HTTP status. All with ErrorInfo: metadata
+        "http_status", "body" (the engine's own or the router's in OpenAI's shape,
+        cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+        Retry-After), which also comes as RetryInfo where it is in seconds.
         """
 
     @abc.abstractmethod
