@@ -5,11 +5,11 @@ from __future__ import annotations
 from kvturn_lease.config import LessorConfig, stretched_ns
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.effects import (
+    Announced,
     EndSession,
     GrantRefused,
     Record,
     Release,
-    ReleaseWaiters,
     SendToEngine,
 )
 from kvturn_lease.lease import LeaseId, Retention
@@ -53,8 +53,8 @@ class Bench:
                     self.ended.append(effect)
                 case Record(change=change):
                     self.records.append(change)
-                case ReleaseWaiters(conversation=conversation):
-                    self.announced.append(conversation)
+                case Announced(retention=retention):
+                    self.announced.append(retention.conversation)
 
     def wait(self, span_ns: int, *beating: Decode) -> None:
         """Lets time pass; the lessor is woken when it asked to be, `beating` engines beat."""

@@ -37,6 +37,7 @@ class Conversation:
         "last_number",
         "lease",
         "turn",
+        "turns_begun",
         "turns_in_flight",
         "verdict",
     )
@@ -55,6 +56,8 @@ class Conversation:
         """Turn of the newest retention that was announced; 0 when not known."""
         self.alive_until_ns = 0
         """When it becomes idle unless a turn is in flight."""
+        self.turns_begun = 0
+        """Number of the latest turn that began; 0 if none did that was numbered."""
         self.absence_ns = 0
         """What its client says, again and again, that it is away for at most; 0 if it does not.
         In place of the idle time if shorter, until the conversation has been idle once."""

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
-    from kvturn_lease.conversation import ConversationKey
     from kvturn_lease.errors import LeaseServiceError
-    from kvturn_lease.lease import LeaseId, Outlook
+    from kvturn_lease.lease import LeaseId, Outlook, Retention
     from kvturn_lease.session import SessionId
     from kvturn_lease.store import Change
     from kvturn_lease.verdict import ReleaseReason
@@ -69,10 +68,19 @@ class EndSession:
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseWaiters:
-    """A retention of the conversation was announced; whoever waits for it may ask again."""
+class Announced:
+    """A retention is the newest of its conversation; whoever waits for it may ask again."""
 
-    conversation: ConversationKey
+    retention: Retention
+    held: bool
+    """False if it ended at once, because the client had ended the conversation."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineChanged:
+    """An engine has a session, or none any more, or what routers know of it has changed."""
+
+    engine_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,4 +90,4 @@ class Record:
     change: Change
 
 
-Effect: TypeAlias = SendToEngine | EndSession | ReleaseWaiters | Record
+Effect: TypeAlias = SendToEngine | EndSession | Announced | EngineChanged | Record

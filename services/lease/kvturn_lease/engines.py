@@ -49,6 +49,7 @@ class Engines:
         engine = Engine(record.engine_id, record.incarnation)
         engine.number = record.session_number
         engine.fenced.extend(record.fenced)
+        engine.draining = record.draining
         self._by_id[engine.engine_id] = self._gone[engine.engine_id] = engine
         self._by_incarnation[engine.incarnation] = engine
 

@@ -109,6 +109,16 @@ class ConversationNotFound(LeaseServiceError):
         super().__init__("the conversation is not known")
 
 
+class EngineNotFound(LeaseServiceError):
+    """No engine of this id is known."""
+
+    code = "NOT_FOUND"
+    reason = "ENGINE_NOT_FOUND"
+
+    def __init__(self) -> None:
+        super().__init__("no engine of this id is known")
+
+
 class RegisterLate(LeaseServiceError):
     """A session stream on which no Register came."""
 

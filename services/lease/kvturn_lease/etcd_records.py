@@ -78,6 +78,7 @@ def session_value(record: SessionRecord) -> bytes:
             "incarnation": record.incarnation,
             "session": record.session_number,
             "fenced": list(record.fenced),
+            "draining": record.draining,
         }
     )
 
@@ -91,6 +92,7 @@ def session_record(value: bytes) -> SessionRecord | None:
             str(body["incarnation"]),
             int(body["session"]),
             tuple(str(each) for each in body["fenced"]),
+            body.get("draining") is True,
         )
     except _UNREADABLE:
         return None

@@ -57,6 +57,12 @@ class Retention:
     """Turn number as the router counted it; 0 when not known."""
     payload: bytes
     """Block ids and digests for the reader; the core hands them out and never looks inside."""
+    prompt_tokens: int = 0
+    """Tokens of the prompt of the turn that left it; 0 when not known."""
+    local_cached_tokens: int = 0
+    """Prompt tokens that decode found in its own prefix cache."""
+    history: bytes = b""
+    """Digest of the history that turn was asked with; empty when not known."""
 
 
 class Lease:
@@ -68,10 +74,12 @@ class Lease:
         "end_reason",
         "engine",
         "granted_ns",
+        "history",
         "inherit_until_ns",
         "number",
         "outlook",
         "payload",
+        "prompt_tokens",
         "read_ns",
         "read_open",
         "read_session_number",
@@ -89,6 +97,8 @@ class Lease:
         self.token_count = retention.token_count
         self.block_count = retention.block_count
         self.turn = retention.turn
+        self.prompt_tokens = retention.prompt_tokens
+        self.history = retention.history
         self.payload = retention.payload
         self.granted_ns = now_ns
         """When it was granted or inherited; its longest hold counts from here."""

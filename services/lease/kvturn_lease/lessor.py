@@ -66,20 +66,22 @@ from kvturn_lease.conversation import (
 )
 from kvturn_lease.deadline_queue import NEVER_NS, DeadlineQueue
 from kvturn_lease.effects import (
+    Announced,
     Effect,
     EndSession,
+    EngineChanged,
     EngineMessage,
     GrantRefused,
     HeartbeatAck,
     Record,
     Registered,
     Release,
-    ReleaseWaiters,
     SendToEngine,
 )
 from kvturn_lease.engines import Engines
 from kvturn_lease.errors import (
     ConversationNotFound,
+    EngineNotFound,
     InvalidArgument,
     LeaseNotFound,
     LeaseServiceError,
@@ -125,6 +127,10 @@ class Resolution:
     engine_id: str
     http_address: str
     token_count: int
+    prompt_tokens: int = 0
+    """Tokens of the prompt of the turn that left the lease; 0 when not known."""
+    history: bytes = b""
+    """Digest of the history that turn was asked with; empty when not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,6 +264,8 @@ class Lessor:
         if engine.incarnation != session_id.incarnation:
             self._replace_incarnation(engine, session_id.incarnation)
         wait_ns = self._inherit_wait_ns(engine, quiet_ns, hold_ns, previous_term)
+        if engine.session is None or engine.info != info:
+            self._effects.append(EngineChanged(engine.engine_id))
         engine.number = session_id.number
         engine.info = info
         engine.remembered = True
@@ -330,7 +338,7 @@ class Lessor:
             self._supersede(conversation, now_ns)
             self._extend_life(conversation, now_ns)
             self._attach(lease, now_ns)
-        self._effects.append(ReleaseWaiters(conversation.key))
+        self._effects.append(Announced(retention, not lease.ended))
 
     def refuse_grant(
         self, session_id: SessionId, sequence: int, lease_id: LeaseId, reason: str, now_ns: int
@@ -373,21 +381,29 @@ class Lessor:
     def list_engines(self, now_ns: int) -> list[EngineView]:
         """Returns the engines with a live session, in order of engine id."""
         self._advance(now_ns)
-        views = []
-        for engine in sorted(self._engines.all(), key=lambda each: each.engine_id):
-            session = self._live(engine, now_ns)
-            if session is not None:
-                views.append(
-                    EngineView(
-                        engine.engine_id,
-                        session.number,
-                        engine.info.description,
-                        engine.active_count,
-                        session.memory,
-                        now_ns - session.heartbeat_ns,
-                    )
-                )
-        return views
+        engines = sorted(self._engines.all(), key=lambda each: each.engine_id)
+        views = (self._engine_view(engine, now_ns) for engine in engines)
+        return [view for view in views if view is not None]
+
+    def get_engine(self, engine_id: str, now_ns: int) -> EngineView | None:
+        """Returns an engine, None if it has no live session."""
+        self._advance(now_ns)
+        engine = self._engines.get(engine_id)
+        return None if engine is None else self._engine_view(engine, now_ns)
+
+    def drain_engine(self, engine_id: str, draining: bool, now_ns: int) -> None:
+        """Has routers send an engine no new turns, or take it up again. Idempotent.
+
+        It holds for the engine's later sessions and incarnations too. Raises EngineNotFound.
+        """
+        self._advance(now_ns)
+        engine = self._engines.get(engine_id)
+        if engine is None:
+            raise EngineNotFound
+        if engine.draining != draining:
+            engine.draining = draining
+            self._record_session(engine)
+            self._effects.append(EngineChanged(engine_id))
 
     # ---- readers -------------------------------------------------------------------------
 
@@ -433,7 +449,7 @@ class Lessor:
     def awaits_turn(self, key: ConversationKey, turn: int, now_ns: int) -> bool:
         """Returns True if a retention of `turn` or later has yet to be announced.
 
-        Ask again when ReleaseWaiters names the conversation. `turn` 0 expects none.
+        Ask again when one of the conversation is Announced. `turn` 0 expects none.
         """
         self._advance(now_ns)
         conversation = self._known(key)
@@ -471,7 +487,22 @@ class Lessor:
             lease.engine.engine_id,
             lease.engine.info.http_address,
             lease.token_count,
+            lease.prompt_tokens,
+            lease.history,
         )
+
+    def begin_turn(self, key: ConversationKey, now_ns: int) -> int:
+        """Notes that a turn began, as touch() does; returns its number, from 1."""
+        self.touch(key, 1, now_ns)
+        conversation = self._conversation(key)
+        conversation.turns_begun = max(conversation.turns_begun, conversation.turn) + 1
+        return conversation.turns_begun
+
+    def take_over_turn(self, key: ConversationKey, now_ns: int) -> None:
+        """Notes that a turn is in flight which was numbered before, maybe by another term."""
+        self.touch(key, 1, now_ns)
+        conversation = self._conversation(key)
+        conversation.turns_begun = max(conversation.turns_begun, conversation.turn, 1)
 
     def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
         """Notes a sign of life, and that so many more turns began than ended."""
@@ -666,6 +697,8 @@ class Lessor:
                 _, reason = unheard.get(lease.number, (0, ReleaseReason.NONE))
                 reason = reason or self._end_of_inherited(lease, retention, now_ns)
                 self._inherit(lease, reason, now_ns)
+                if not lease.ended:
+                    self._effects.append(Announced(retention, held=True))
             else:
                 known.inherit_until_ns = max(known.inherit_until_ns, inherit_until_ns)
                 if not known.begun and not known.ended:
@@ -740,6 +773,7 @@ class Lessor:
             self._effects.append(EndSession(_session_id(engine), error))
         engine.session = None
         engine.outlooks.clear()
+        self._effects.append(EngineChanged(engine.engine_id))
         self._effects.append(Record(SessionClosed(engine.engine_id)))
         for lease in engine.leases.values():
             lease.payload = b""  # the next Register brings it
@@ -785,9 +819,27 @@ class Lessor:
 
     def _record_session(self, engine: Engine) -> None:
         record = SessionRecord(
-            engine.engine_id, engine.incarnation, engine.number, tuple(engine.fenced)
+            engine.engine_id,
+            engine.incarnation,
+            engine.number,
+            tuple(engine.fenced),
+            engine.draining,
         )
         self._effects.append(Record(SessionOpened(record)))
+
+    def _engine_view(self, engine: Engine, now_ns: int) -> EngineView | None:
+        session = self._live(engine, now_ns)
+        if session is None:
+            return None
+        return EngineView(
+            engine.engine_id,
+            session.number,
+            engine.info.description,
+            engine.active_count,
+            session.memory,
+            now_ns - session.heartbeat_ns,
+            engine.draining,
+        )
 
     # ---- leases --------------------------------------------------------------------------
 

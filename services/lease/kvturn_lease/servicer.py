@@ -19,7 +19,7 @@ from opentelemetry.trace import SpanKind
 
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
 from kvturn_lease import wire
-from kvturn_lease.effects import EndSession, Record, ReleaseWaiters, SendToEngine
+from kvturn_lease.effects import Announced, EndSession, Record, SendToEngine
 from kvturn_lease.errors import (
     InvalidArgument,
     LeaseServiceError,
@@ -303,13 +303,6 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ListTurns is not served yet")
         raise AssertionError("abort returned")
 
-    async def DrainEngine(
-        self, request: lease_pb2.DrainEngineRequest, context: Any
-    ) -> lease_pb2.DrainEngineResponse:
-        """Is not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "DrainEngine is not served yet")
-        raise AssertionError("abort returned")
-
     # ---- questions -----------------------------------------------------------------------
 
     @_aborts
@@ -454,7 +447,18 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         """Returns the engines with a live session."""
         with self._now() as now_ns:
             views = self._lessor.list_engines(now_ns)
-        return wire.engines(views)
+        return lease_pb2.ListEnginesResponse(engines=[wire.engine(view) for view in views])
+
+    @_aborts
+    async def DrainEngine(
+        self, request: lease_pb2.DrainEngineRequest, context: Any
+    ) -> lease_pb2.DrainEngineResponse:
+        """Has routers send an engine no new turns, or take it up again."""
+        engine_id = wire.drained_engine_id(request)
+        with self._now() as now_ns:
+            self._lessor.drain_engine(engine_id, request.draining, now_ns)
+        logger.info("engine %s: %s", engine_id, "drains" if request.draining else "taken up again")
+        return lease_pb2.DrainEngineResponse()
 
     # ---- the lessor's hands --------------------------------------------------------------
 
@@ -482,8 +486,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                     stream = self._streams.get(session_id)
                     if stream is not None:
                         stream.end(error)
-                case ReleaseWaiters(conversation=key):
-                    for waiter in self._waiters.get(key, ()):
+                case Announced(retention=retention):
+                    for waiter in self._waiters.get(retention.conversation, ()):
                         if not waiter.done():
                             waiter.set_result(None)
                 case Record(change=change):

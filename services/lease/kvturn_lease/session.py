@@ -116,6 +116,7 @@ class Engine:
     __slots__ = (
         "active_count",
         "displaced",
+        "draining",
         "engine_id",
         "fenced",
         "forget_ns",
@@ -141,6 +142,8 @@ class Engine:
         self.displaced: deque[str] = deque(maxlen=FENCED_INCARNATIONS_MAX)
         """Incarnations in whose place this one registered and has not yet shown that it lives."""
         self.info = EngineInfo("", False, b"", b"")
+        self.draining = False
+        """Routers send it no new turns."""
         self.session: Session | None = None
         self.leases: dict[int, Lease] = {}
         """By retention number; ended leases included until they are released."""
@@ -170,3 +173,4 @@ class EngineView:
     lease_count: int
     memory: KvMemory | None
     heartbeat_age_ns: int
+    draining: bool

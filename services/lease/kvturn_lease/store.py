@@ -26,6 +26,8 @@ class SessionRecord:
     session_number: int
     fenced: tuple[str, ...]
     """Incarnations that must not come back."""
+    draining: bool = False
+    """Routers send the engine no new turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class ConversationRecord:
 
 @dataclass(frozen=True, slots=True)
 class SessionOpened:
-    """An engine registered."""
+    """An engine registered, or an operator said to drain it or to take it up again."""
 
     record: SessionRecord
 

@@ -21,7 +21,6 @@ from kvturn_lease.session import EngineInfo, KvMemory, SessionId
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
 
     from kvturn_lease.config import LessorConfig
     from kvturn_lease.effects import SendToEngine
@@ -167,7 +166,7 @@ def retention(message: common_pb2.Retention, field: str) -> Retention:
     """Reads a retention. Raises InvalidArgument.
 
     How many blocks it may have is the core's to judge. What only the reader needs stays
-    serialized; the names are left out of it, they are kept once, by the core.
+    serialized; what the core keeps by itself is left out of it.
     """
     key = conversation_key(message.conversation, f"{field}.conversation")
     _check(
@@ -184,13 +183,23 @@ def retention(message: common_pb2.Retention, field: str) -> Retention:
     block_count = sum(len(group.block_ids) for group in message.groups)
     _check(block_count > 0, f"{field}.groups", "must hold a block")
     _check_digests(message.digests, message.token_count, f"{field}.digests")
+    _check(len(message.history) in (0, DIGEST_BYTES), f"{field}.history", "must be 16 bytes")
     named = lease_id(message.lease_id, f"{field}.lease_id")
     payload = common_pb2.Retention()
     payload.CopyFrom(message)
     payload.ClearField("lease_id")
     payload.ClearField("conversation")
+    payload.ClearField("history")
     return Retention(
-        named, key, message.token_count, block_count, message.turn, payload.SerializeToString()
+        named,
+        key,
+        message.token_count,
+        block_count,
+        message.turn,
+        payload.SerializeToString(),
+        message.prompt_tokens,
+        message.local_cached_tokens,
+        message.history,
     )
 
 
@@ -298,6 +307,12 @@ def resolve_wait_ns(request: lease_pb2.ResolveConversationRequest) -> int:
     return min(span_ns(request.wait, "wait"), RESOLVE_WAIT_MAX_NS)
 
 
+def drained_engine_id(request: lease_pb2.DrainEngineRequest) -> str:
+    """Reads which engine is meant. Raises InvalidArgument."""
+    _check_text(request.engine_id, "engine_id", 1, _ENGINE_ID_BYTES_MAX)
+    return request.engine_id
+
+
 def page(
     request: lease_pb2.ListLeasesRequest,
 ) -> tuple[str, ConversationKey | None, int, str]:
@@ -396,18 +411,17 @@ def lease(view: LeaseView) -> lease_pb2.Lease:
     return message
 
 
-def engines(views: Sequence[EngineView]) -> lease_pb2.ListEnginesResponse:
-    """Writes the live engines."""
-    response = lease_pb2.ListEnginesResponse()
-    for view in views:
-        engine = response.engines.add(
-            session_number=view.session_number,
-            lease_count=view.lease_count,
-            last_heartbeat_age=duration(view.heartbeat_age_ns),
-        )
-        engine.description.ParseFromString(view.description)
-        if view.memory is not None:
-            engine.memory.total_blocks = view.memory.total_blocks
-            engine.memory.free_blocks = view.memory.free_blocks
-            engine.memory.retained_blocks = view.memory.retained_blocks
-    return response
+def engine(view: EngineView) -> lease_pb2.Engine:
+    """Writes a live engine."""
+    message = lease_pb2.Engine(
+        session_number=view.session_number,
+        lease_count=view.lease_count,
+        last_heartbeat_age=duration(view.heartbeat_age_ns),
+        draining=view.draining,
+    )
+    message.description.ParseFromString(view.description)
+    if view.memory is not None:
+        message.memory.total_blocks = view.memory.total_blocks
+        message.memory.free_blocks = view.memory.free_blocks
+        message.memory.retained_blocks = view.memory.retained_blocks
+    return message
