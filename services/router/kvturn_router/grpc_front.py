@@ -31,7 +31,7 @@ from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import Fleet
 from kvturn_router.forward import Forwarder
 from kvturn_router.gate import Gate
-from kvturn_router.intake import CHAT, Intake, TurnRequest, tenant_of
+from kvturn_router.intake import CHAT, Intake, TurnRequest
 from kvturn_router.lease_client import proto_verdict
 from kvturn_router.spans import find_member
 from kvturn_router.sse import DONE, EventSplitter, payload
@@ -351,7 +351,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
 
     def _key(self, conversation_id: str, model: str, context: Context) -> ConversationKey:
         return ConversationKey(
-            tenant_of(_headers(context), self._intake.tenant_header),
+            self._intake.tenant(_headers(context)),
             checked_name("model", model),
             checked_name("conversation_id", conversation_id),
         )
@@ -387,7 +387,14 @@ class GrpcFront:
     name, whether a turn can be served.
     """
 
-    def __init__(self, servicer: RouterServicer, fleet: Fleet, *, body_bytes_max: int) -> None:
+    def __init__(
+        self,
+        servicer: RouterServicer,
+        fleet: Fleet,
+        *,
+        body_bytes_max: int,
+        shares_port: bool = False,
+    ) -> None:
         self._fleet = fleet
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
@@ -395,7 +402,7 @@ class GrpcFront:
                 ("grpc.max_receive_message_length", body_bytes_max + (1 << 20)),
                 ("grpc.max_send_message_length", -1),
                 # Two routers on one port must not share it unnoticed.
-                ("grpc.so_reuseport", 0),
+                ("grpc.so_reuseport", int(shares_port)),
                 # Finds connections whose other end is gone without a word.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),

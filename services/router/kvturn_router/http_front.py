@@ -30,7 +30,6 @@ from kvturn_router.intake import (
     Intake,
     TurnRequest,
     client_request_id,
-    tenant_of,
 )
 from kvturn_router.legs import engine_error, no_engine, relayed_headers, whole_body
 
@@ -193,9 +192,9 @@ class HttpFront:
     # Models and health
 
     async def _models(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        self._intake.tenant(request.headers)
         engine = self._any_engine()
-        own = request.headers.get("authorization")
-        authorization = self._authorization or (own.encode("latin-1") if own else None)
+        authorization = self._authorization or self._intake.authorization(request.headers)
         try:
             exchange = await engine.get(
                 b"/v1/models", authorization=authorization, silence_s=_MODELS_SILENCE_S
@@ -248,7 +247,7 @@ class HttpFront:
         if not fields.get("model"):
             raise bad_field("model", "The query must name the model: ?model=NAME.")
         return ConversationKey(
-            tenant_of(request.headers, self._intake.tenant_header),
+            self._intake.tenant(request.headers),
             checked_name("model", fields["model"][0]),
             checked_name("conversation_id", conversation_id),
         )

@@ -1,11 +1,11 @@
 """A turn as a client asked for it, checked, in the same form for both fronts."""
 
-import hashlib
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvturn.keys import bearer_of, unnamed
 from kvturn_router.body import (
     given,
     given_flag,
@@ -16,6 +16,7 @@ from kvturn_router.body import (
 )
 from kvturn_router.conversation import ConversationKey, checked_name, conversation_id_of
 from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.keys import ApiKeys
 from kvturn_router.telemetry import TraceContext, trace_context
 
 CHAT: Final = "/v1/chat/completions"
@@ -32,7 +33,7 @@ class TurnRequest:
     """One checked request.
 
     `members` are the body's, to be let go once the decode leg is under way.
-    `authorization` is the client's own header. `request_id` is the client's,
+    `authorization` is the client's own header, for engines. `request_id` is the client's,
     None if it sent none that can be echoed.
     """
 
@@ -58,10 +59,8 @@ def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
     """
     if tenant_header is not None and (named := headers.get(tenant_header)):
         return checked_name(tenant_header, _text(tenant_header, named))
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not key.strip():
-        return ""
-    return "key-" + hashlib.sha256(key.strip().encode()).hexdigest()[:16]
+    key = bearer_of(headers.get("authorization", ""))
+    return unnamed(key) if key else ""
 
 
 def client_request_id(headers: Mapping[str, str]) -> str | None:
@@ -76,11 +75,24 @@ class Intake:
 
     `tenant_header` is the lower-case name of the header that names the tenant,
     None to use API keys. `mint` returns a new conversation id that nobody can
-    guess.
+    guess. `keys` are those of which a client must bring one, None to let
+    engines judge.
     """
 
     tenant_header: str | None
     mint: Callable[[], str]
+    keys: ApiKeys | None = None
+
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """Returns who a request comes from. Raises TurnError: 401, or 400 as `tenant_of`."""
+        if self.keys is not None:
+            return self.keys.name_of(headers)
+        return tenant_of(headers, self.tenant_header)
+
+    def authorization(self, headers: Mapping[str, str]) -> bytes | None:
+        """Returns what engines get of the client's Authorization: nothing where it is ours."""
+        own = headers.get("authorization") if self.keys is None else None
+        return own.encode("latin-1") if own else None
 
     def turn(
         self,
@@ -97,6 +109,7 @@ class Intake:
         the transport says itself, over what the body says. Raises TurnError 400
         naming what is wrong.
         """
+        tenant = self.tenant(headers)
         members = parse(body)
         model = _model_of(members)
         if path == CHAT:
@@ -116,8 +129,6 @@ class Intake:
         )
         if conversation_id:
             named = checked_name("conversation_id", conversation_id)
-        tenant = tenant_of(headers, self.tenant_header)
-        authorization = headers.get("authorization")
         return TurnRequest(
             path=path,
             members=members,
@@ -125,7 +136,7 @@ class Intake:
             alone=needs_decode_alone(members, path),
             reuse=_reuse_of(headers),
             key=ConversationKey(tenant, model, named or self.mint()),
-            authorization=authorization.encode("latin-1") if authorization else None,
+            authorization=self.authorization(headers),
             passed_on=[
                 (name.encode(), headers[name].encode("latin-1"))
                 for name in _PASSED_ON

@@ -1,0 +1,180 @@
+"""TLS of listeners and of clients, from files that may change while they are used.
+
+Files are read again when they change; new connections are made with what they say then, and
+connections that are open go on. All checks are OpenSSL's own: TLS 1.2 at least, and clients check
+the server's name.
+"""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import grpc
+
+from kvturn.watched import FileFault, Watched, read_file
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TlsFiles:
+    """PEM files of one side of connections; certificate and key go together.
+
+    For a listener `ca` holds the authorities of its clients, who then must show a certificate
+    (mTLS); for a client those of its server, None for the system's.
+    """
+
+    cert: Path | None
+    key: Path | None
+    ca: Path | None
+    settings: tuple[str, str, str]
+    """How the three are set, for what is said of them."""
+
+    @property
+    def paths(self) -> tuple[Path, ...]:
+        """The files that there are."""
+        return tuple(file for file in (self.cert, self.key, self.ca) if file is not None)
+
+
+class Pem(NamedTuple):
+    """What the files hold, checked to fit together."""
+
+    cert: bytes | None
+    key: bytes | None
+    ca: bytes | None
+
+
+class ServerTls:
+    """TLS of listeners."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises FileFault for files with which TLS could never come about."""
+        if files.cert is None:
+            raise FileFault(f"{files.settings[2]} needs {files.settings[0]}, the listener's own")
+        self._files = files
+        self._context = Watched(files.paths, lambda: _server_context(files))
+        self._pem = Watched(files.paths, lambda: _read(files))
+
+    def context(self) -> ssl.SSLContext:
+        """Returns what an asyncio listener takes; each handshake uses the files of its time."""
+        listener = _server_context(self._files)
+
+        def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+            connection.context = self._context.value
+
+        # Called in every handshake, also without a name, and before certificates are chosen.
+        listener.sni_callback = choose
+        return listener
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """Returns what a gRPC listener takes; each handshake uses the files of its time."""
+        pem = self._pem.value
+        used = [pem]
+
+        def fetch() -> grpc.ServerCertificateConfiguration | None:
+            latest = self._pem.value
+            if latest is used[0]:
+                return None
+            used[0] = latest
+            return _configuration(latest)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _configuration(pem),
+            fetch,  # type: ignore[arg-type]  # None is for no change
+            require_client_authentication=pem.ca is not None,
+        )
+
+
+class ClientTls:
+    """TLS of connections to servers."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Raises FileFault for files with which TLS could never come about."""
+        self._context = Watched(files.paths, lambda: _client_context(files))
+        self._credentials = Watched(files.paths, lambda: _channel_credentials(_read(files)))
+
+    def context(self) -> ssl.SSLContext:
+        """Returns what the next asyncio connection takes."""
+        return self._context.value
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Returns what the next gRPC channel takes; a channel keeps to what it was made with."""
+        return self._credentials.value
+
+
+def _server_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    _load(context, files)
+    if files.ca is not None:
+        context.verify_mode = ssl.CERT_REQUIRED
+        # A resumed session would not show the certificate again, whoever signed it.
+        context.options |= ssl.OP_NO_TICKET
+        context.num_tickets = 0
+    return context
+
+
+def _client_context(files: TlsFiles) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    if files.ca is None:
+        context.load_default_certs()
+    _load(context, files)
+    return context
+
+
+def _read(files: TlsFiles) -> Pem:
+    _load(ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT), files)
+    return Pem(
+        *(
+            None if file is None else read_file(setting, file)
+            for setting, file in zip(files.settings, (files.cert, files.key, files.ca), strict=True)
+        )
+    )
+
+
+def _load(context: ssl.SSLContext, files: TlsFiles) -> None:
+    """Loads the files into the context. Raises FileFault."""
+    cert_setting, key_setting, ca_setting = files.settings
+    if (files.cert is None) != (files.key is None):
+        given, missing = (
+            (cert_setting, key_setting) if files.key is None else (key_setting, cert_setting)
+        )
+        raise FileFault(f"{given} needs {missing}: a certificate and its key go together")
+    if files.ca is not None:
+        read_file(ca_setting, files.ca)
+        try:
+            context.load_verify_locations(files.ca)
+        except ssl.SSLError:
+            raise FileFault(f"{ca_setting} {files.ca}: holds no certificate in PEM form") from None
+    if files.cert is not None and files.key is not None:
+        for setting, file in ((cert_setting, files.cert), (key_setting, files.key)):
+            if b"-----BEGIN " not in read_file(setting, file):
+                raise FileFault(f"{setting} {file}: is no PEM file")
+        try:
+            context.load_cert_chain(files.cert, files.key, password=_no_passphrase)
+        except (ssl.SSLError, ValueError):
+            raise FileFault(
+                f"{key_setting} {files.key}: is not the key, without a passphrase, of the "
+                f"certificate in {cert_setting} {files.cert}"
+            ) from None
+
+
+def _no_passphrase() -> str:
+    """Keeps OpenSSL from asking on the terminal."""
+    return ""
+
+
+def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
+    assert pem.key is not None
+    assert pem.cert is not None
+    return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
+
+
+def _channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
+    return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)

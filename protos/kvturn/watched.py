@@ -1,0 +1,99 @@
+"""What files say, read again when they change.
+
+Keys and certificates are rotated by replacing their files. Nobody is told of that: whoever uses
+what a file says looks, at most once a second, whether it is still the file that was read. A new
+file that cannot be used changes nothing but one line in the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import stat
+import time
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from pathlib import Path
+
+logger = logging.getLogger("kvturn.files")
+
+T = TypeVar("T")
+
+LOOK_INTERVAL_S = 1.0
+"""Least time between two looks at the files."""
+
+
+class FileFault(Exception):
+    """A file that cannot be used. The message names the setting, the file and what is wrong."""
+
+
+class Watched(Generic[T]):
+    """A value that is made from files. Safe to use from several threads."""
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        read: Callable[[], T],
+        clock_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`read` makes the value; it raises FileFault, here and at once if it cannot."""
+        self._files = tuple(files)
+        self._read = read
+        self._clock_s = clock_s
+        # Before reading: what changes meanwhile is found at the next look.
+        self._seen = self._signature()
+        self._look_at_s = clock_s() + LOOK_INTERVAL_S
+        self._value = read()
+
+    @property
+    def value(self) -> T:
+        """The value, as of a second ago at the latest."""
+        now_s = self._clock_s()
+        if now_s >= self._look_at_s:
+            self._look_at_s = now_s + LOOK_INTERVAL_S
+            self._look()
+        return self._value
+
+    def _look(self) -> None:
+        seen = self._signature()
+        if seen == self._seen:
+            return
+        self._seen = seen
+        try:
+            self._value = self._read()
+        except FileFault as fault:
+            logger.error("%s; what was read before stays in force", fault)
+        else:
+            logger.info("read again: %s", ", ".join(map(str, self._files)))
+
+    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+        return tuple(map(_signature, self._files))
+
+
+def _signature(file: Path) -> tuple[int, int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def read_file(setting: str, file: Path) -> bytes:
+    """Returns a file's content. Raises FileFault."""
+    try:
+        return file.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FileFault(f"{setting} {file}: cannot be read: {reason}") from None
+
+
+def warn_of_open_secrets(files: Iterable[Path]) -> None:
+    """Logs a line for each file of secrets that every user of the machine can read."""
+    for file in files:
+        try:
+            mode = file.stat().st_mode
+        except OSError:
+            continue
+        if mode & stat.S_IROTH:
+            logger.warning("%s can be read by every user of this machine: chmod o-r it", file)
