@@ -7,9 +7,11 @@ because the retention it leaves supersedes the one it has.
 """
 
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
+from kvturn_router.costs import Costs, Forecast
 from kvturn_router.verdict import Verdict
 
 
@@ -34,6 +36,8 @@ class PlanKind(StrEnum):
 
     PULL = "pull"
     """Prefill reads KV from decode and computes the rest."""
+    LOCAL = "local"
+    """The decode engine that holds the KV computes the rest itself; no prefill."""
     RECOMPUTE = "recompute"
     """Prefill computes the whole prompt."""
     ALONE = "alone"
@@ -125,3 +129,105 @@ def least_loaded(engines: Sequence[EngineState], tried: Collection[int] = ()) ->
         if best is None or load < best_load:
             best, best_load = index, load
     return best
+
+
+# The choice by cost. `choose` and `Choice` take the places and names of `decide` and `Plan` as
+# soon as `forward.py` calls them.
+
+
+class TurnSize(NamedTuple):
+    """How long a turn's history is, in bytes of JSON.
+
+    `prompt_bytes` are those of all messages, `new_bytes` those of the messages
+    after the last assistant message. 0 where not known.
+    """
+
+    prompt_bytes: int
+    new_bytes: int
+
+
+class PlannedEngine(Protocol):
+    """What the choice needs to know of an engine."""
+
+    @property
+    def url(self) -> str:
+        """Its base URL; names it."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether it answers."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether it is to get no new turns, though what it retains may be read."""
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that it has been given and has not answered."""
+
+
+E = TypeVar("E", bound=PlannedEngine)
+
+
+class Loads(Protocol[E]):
+    """The engines of one role, by load."""
+
+    def least(self, tried: Collection[E] = ()) -> E | None:
+        """Returns the usable engine, not draining, not in `tried`, with the fewest requests.
+
+        Of equals the one that served least. None if there is none.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Thresholds:
+    """What is fixed by flags; None leaves it to the cost model."""
+
+    way: PlanKind | None = None
+    """PULL, LOCAL or RECOMPUTE wherever it is possible."""
+    local_suffix_tokens_max: int | None = None
+    """Local for suffixes up to that long, and for no others."""
+    pull_tokens_min: int | None = None
+    """Pull if at least so many tokens can be read; recompute if fewer."""
+    holder_margin: int = 8
+    """The holder decodes while it has at most so many requests more than the least loaded."""
+
+
+class Choice(NamedTuple, Generic[E]):
+    """One decision. `prefill` is None if there is no such leg.
+
+    `verdict` is None exactly when `kind` is PULL: then prefill's connector says
+    it. `reason` is one line of words and `name=number` for spans and headers,
+    ASCII. `forecast` is what `Costs.learn` wants back; None if nothing is to be
+    learned from the turn.
+    """
+
+    kind: PlanKind
+    prefill: E | None
+    decode: E
+    lease_id: str
+    verdict: Verdict | None
+    reason: str
+    forecast: Forecast | None
+
+
+def choose(
+    resolution: Resolution,
+    size: TurnSize,
+    prefills: Loads[E],
+    decodes: Loads[E],
+    holder: E | None,
+    costs: Costs,
+    thresholds: Thresholds,
+    *,
+    model: str,
+    alone: bool,
+    now_ns: int,
+) -> Choice[E]:
+    """Returns the plan for one turn.
+
+    `holder` is the decode engine at the resolution's address, None if it is
+    not one of ours. `model` is the name that the client asks for. `alone` says
+    that the answer cannot be given through prefill and decode. Raises NoEngine.
+    """
+    raise NotImplementedError
