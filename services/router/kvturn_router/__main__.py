@@ -25,6 +25,7 @@ from kvturn_router.server import ListenError, RouterServer
 from kvturn_router.stock import HandleBook
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import Telemetry, otlp_exporter
+from kvturn_router.workers import HeldPort, StartFault, Workers
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -38,43 +39,91 @@ def boottime_ns() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; a fault is one line on stderr."""
+    return run(sys.argv[1:] if argv is None else argv, shares_ports=False)
+
+
+def run(argv: Sequence[str], *, shares_ports: bool) -> int:
+    """Runs a router, or the workers of one; as `main`.
+
+    With `shares_ports` it is one worker of several.
+    """
     try:
-        config = parse_config(sys.argv[1:] if argv is None else argv)
+        config = parse_config(argv)
     except ConfigError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_USAGE
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    exporter = otlp_exporter(config.otlp_endpoint) if config.otlp_endpoint else None
-    telemetry = Telemetry(exporter)
     try:
-        uvloop.run(_serve(config, telemetry))
+        if config.workers > 1:
+            return asyncio.run(_supervise(config, argv))
+        return _run_one(config, shares_ports=shares_ports)
     except ListenError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_FAILED
+
+
+def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
+    exporter = otlp_exporter(config.otlp_endpoint) if config.otlp_endpoint else None
+    telemetry = Telemetry(exporter)
+    try:
+        uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))
     finally:
         telemetry.shutdown()
     return EXIT_OK
 
 
-async def _serve(config: RouterConfig, telemetry: Telemetry) -> None:
+async def _supervise(config: RouterConfig, argv: Sequence[str]) -> int:
+    http = HeldPort(config.host, config.port)
+    grpc = None if config.grpc_port is None else HeldPort(config.host, config.grpc_port)
+    arguments = [*argv, "--workers=1", f"--port={http.port}"]
+    if grpc is not None:
+        arguments.append(f"--grpc-port={grpc.port}")
+    workers = Workers(config.workers, arguments, config.grace_s)
+    stop = _stop_on_signals()
+    try:
+        return EXIT_OK if await workers.run(stop) else EXIT_FAILED
+    except StartFault as fault:
+        if fault.status < 0:
+            print(f"kvturn router: {fault}", file=sys.stderr)
+        return max(fault.status, EXIT_FAILED)
+    finally:
+        _ignore_signals()
+        for held in (http, grpc):
+            if held is not None:
+                held.close()
+
+
+def _stop_on_signals() -> asyncio.Event:
+    """Returns an event that SIGTERM and SIGINT set, however often they come."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
-    server = compose(config, telemetry)
+    return stop
+
+
+def _ignore_signals() -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
+async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bool) -> None:
+    stop = _stop_on_signals()
+    server = compose(config, telemetry, shares_ports=shares_ports)
     await server.start()
     grpc = f", grpc {config.host}:{server.grpc_port}" if server.grpc_port is not None else ""
     print(f"router listening on http://{config.host}:{server.port}{grpc}", flush=True)
     await stop.wait()
     await server.stop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_IGN)  # the last spans are still to be sent
+    _ignore_signals()  # the last spans are still to be sent
 
 
-def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
+def compose(
+    config: RouterConfig, telemetry: Telemetry, *, shares_ports: bool = False
+) -> RouterServer:
     """Builds a router from its settings. Call on the event loop that will run it."""
     fleet = _fleet(config)
     legs = Legs(RequestIds(), config.engine_authorization)
@@ -116,7 +165,8 @@ def compose(config: RouterConfig, telemetry: Telemetry) -> RouterServer:
         forwarder=forwarder,
         gate=gate,
         lease=lease,
-        grpc=_grpc(config, intake, forwarder, book, gate, fleet),
+        grpc=_grpc(config, intake, forwarder, book, gate, fleet, shares_ports),
+        shares_ports=shares_ports,
     )
 
 
@@ -127,6 +177,7 @@ def _grpc(
     book: ConversationBook,
     gate: Gate,
     fleet: Fleet,
+    shares_port: bool,
 ) -> GrpcFront | None:
     if config.grpc_port is None:
         return None
@@ -137,7 +188,7 @@ def _grpc(
         gate=gate,
         body_bytes_max=config.body_bytes_max,
     )
-    return GrpcFront(servicer, fleet, body_bytes_max=config.body_bytes_max)
+    return GrpcFront(servicer, fleet, body_bytes_max=config.body_bytes_max, shares_port=shares_port)
 
 
 def _fleet(config: RouterConfig) -> Fleet:

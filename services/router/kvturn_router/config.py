@@ -39,6 +39,8 @@ class RouterConfig:
     """Prefill engines, at least one."""
     decodes: tuple[EngineAddress, ...]
     """Decode engines, at least one."""
+    workers: int
+    """Processes that share the ports."""
     lease: tuple[str, ...]
     """HOST:PORT of each process of the lease service, empty for none."""
     stock_reuse: bool
@@ -185,6 +187,7 @@ _FLAGS: Final = (
     _Flag("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
     _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
     _Flag("grpc-port", _PORT, 8001, "N", "gRPC port, 0 for any free one"),
+    _Flag("workers", _whole(1, 256), 1, "N", "processes that share the ports"),
     _Flag("lease", _endpoints, (), "HOST:PORT,...", "lease service; without it nothing is reused"),
     _Flag("stock-ttl-s", _seconds(1), 400.0, "S", "use of a stock handle, below decode's own TTL"),
     _Flag("stock-handles-max", _whole(1, _COUNT_MAX), 10_000, "N", "stock handles in memory"),
@@ -263,6 +266,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         grpc_port=None if values["no_grpc"] else values["grpc_port"],
         prefills=values["prefill"],
         decodes=values["decode"],
+        workers=values["workers"],
         lease=values["lease"],
         stock_reuse=values["stock_reuse"],
         stock_ttl_s=values["stock_ttl_s"],
@@ -324,6 +328,11 @@ def _refuse_contradictions(values: Mapping[str, Any]) -> None:
         raise ConfigError(
             "--stock-reuse and --lease exclude each other: a lease service already says "
             "who holds what; leave one out"
+        )
+    if values["stock_reuse"] and values["workers"] > 1:
+        raise ConfigError(
+            "--stock-reuse needs --workers 1: stock handles live in one process's memory, and each "
+            "may be used only once"
         )
     if not values["no_grpc"] and values["port"] == values["grpc_port"] != 0:
         raise ConfigError("--port and --grpc-port must differ")

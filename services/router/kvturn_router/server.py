@@ -27,7 +27,11 @@ class ListenError(Exception):
 
 
 class RouterServer:
-    """Runs the parts that it is given, together. `grpc` is None for no gRPC front."""
+    """Runs the parts that it is given, together. `grpc` is None for no gRPC front.
+
+    With `shares_ports` other processes may listen on the same ports; without it
+    two routers on one port must not share it unnoticed.
+    """
 
     def __init__(
         self,
@@ -39,8 +43,10 @@ class RouterServer:
         gate: Gate,
         lease: LeaseClient | None,
         grpc: GrpcFront | None,
+        shares_ports: bool = False,
     ) -> None:
         self._config = config
+        self._shares_ports = shares_ports
         self._listener = listener
         self._fleet = fleet
         self._forwarder = forwarder
@@ -64,9 +70,10 @@ class RouterServer:
                 host,
                 self._config.port,
                 backlog=_BACKLOG,
+                reuse_port=self._shares_ports,
             )
         except OSError as error:
-            raise _cannot_listen(host, self._config.port, error) from None
+            raise cannot_listen(host, self._config.port, error) from None
         self.port = self._server.sockets[0].getsockname()[1]
         if self._grpc is not None and self._config.grpc_port is not None:
             await self._start_grpc(self._grpc, host, self._config.grpc_port)
@@ -78,12 +85,13 @@ class RouterServer:
 
     async def _start_grpc(self, grpc: GrpcFront, host: str, port: int) -> None:
         try:
-            # gRPC's own error says neither what failed nor why.
-            _try_address(host, port)
+            if not self._shares_ports:
+                # gRPC's own error says neither what failed nor why.
+                _try_address(host, port)
             self.grpc_port = await grpc.start(host, port)
         except OSError as error:
             await self._close_listener()
-            raise _cannot_listen(host, port, error) from None
+            raise cannot_listen(host, port, error) from None
 
     async def stop(self) -> None:
         """Refuses new turns, lets running ones end within the grace, then ends them."""
@@ -148,7 +156,8 @@ def _try_address(host: str, port: int) -> None:
         probe.listen(1)
 
 
-def _cannot_listen(host: str, port: int, error: OSError) -> ListenError:
+def cannot_listen(host: str, port: int, error: OSError) -> ListenError:
+    """Returns what to say of an address that cannot be listened on."""
     in_use = "the port is in use; choose another, 0 for any free one"
     reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
     return ListenError(f"cannot listen on {host}:{port}: {reason}")
