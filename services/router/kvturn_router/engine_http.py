@@ -11,6 +11,7 @@ may be sent again.
 """
 
 import asyncio
+import ssl
 from collections.abc import Callable, Sequence
 from typing import Final, cast
 
@@ -330,12 +331,20 @@ class EnginePool:
     """Connections to one engine.
 
     `host` and `port` are where it listens. `connect_timeout_s` bounds one
-    attempt to connect. At most `idle_max` idle connections are kept.
+    attempt to connect. At most `idle_max` idle connections are kept. `tls`
+    gives the TLS context of each new connection, None for none.
     """
 
     def __init__(
-        self, host: str, port: int, *, connect_timeout_s: float, idle_max: int = 512
+        self,
+        host: str,
+        port: int,
+        *,
+        connect_timeout_s: float,
+        idle_max: int = 512,
+        tls: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
+        self._tls = tls
         self._host = host
         self._port = port
         self._connect_timeout_s = connect_timeout_s
@@ -368,10 +377,16 @@ class EnginePool:
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
-                    lambda: _Connection(self, loop), self._host, self._port
+                    lambda: _Connection(self, loop),
+                    self._host,
+                    self._port,
+                    ssl=None if self._tls is None else self._tls(),
                 )
         except TimeoutError:
             raise ConnectFault(f"no connection within {self._connect_timeout_s:g} s") from None
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or error
+            raise ConnectFault(f"no TLS connection: {why}") from None
         except OSError as error:
             raise ConnectFault(f"no connection: {error.strerror or error}") from None
         self._all.add(connection)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
+from kvturn.tls import ClientTls
 from kvturn_router.engine_http import EngineFault, EnginePool, Exchange, request_bytes
 from kvturn_router.plan import least_loaded
 
@@ -30,17 +31,22 @@ class EngineAddress(NamedTuple):
     host: str
     port: int
 
+    @property
+    def secure(self) -> bool:
+        """Whether it is spoken to over TLS."""
+        return self.url.startswith("https://")
+
 
 def engine_address(url: str) -> EngineAddress:
     """Returns the parts of an engine's base URL.
 
     Raises ValueError, in words that follow the URL, if it is not
-    `http://HOST:PORT` with nothing after it.
+    `http://HOST:PORT` or `https://HOST:PORT` with nothing after it.
     """
     parts = urlsplit(url.rstrip("/"))
-    if parts.scheme != "http":
-        raise ValueError("must begin with http://")
-    port = parts.port or 80
+    if parts.scheme not in ("http", "https"):
+        raise ValueError("must begin with http:// or https://")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
     if not parts.hostname or parts.path or parts.query or parts.fragment or parts.username:
         raise ValueError("must be http://HOST:PORT and nothing more")
     return EngineAddress(url.rstrip("/"), parts.hostname, port)
@@ -50,16 +56,30 @@ class Engine:
     """One engine: its connections, its load and its health.
 
     `usable` says whether it may be given requests, `in_flight` how many it has
-    been given and has not answered, `served` how many it has been given.
+    been given and has not answered, `served` how many it has been given. `tls`
+    is for an `https://` address alone.
     """
 
-    def __init__(self, address: EngineAddress, role: str, *, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        address: EngineAddress,
+        role: str,
+        *,
+        connect_timeout_s: float,
+        tls: ClientTls | None = None,
+    ) -> None:
         self.url = address.url
         self.role = role
         self.usable = False
         self.in_flight = 0
         self.served = 0
-        self.pool = EnginePool(address.host, address.port, connect_timeout_s=connect_timeout_s)
+        assert tls is not None or not address.secure
+        self.pool = EnginePool(
+            address.host,
+            address.port,
+            connect_timeout_s=connect_timeout_s,
+            tls=tls.context if tls is not None and address.secure else None,
+        )
         host = f"[{address.host}]" if ":" in address.host else address.host
         self.host_header = (b"host", f"{host}:{address.port}".encode())
         self._failures = 0
