@@ -80,7 +80,7 @@ def test_engines_may_have_ipv6_addresses():
         ([], "--prefill"),
         (["--prefill=http://h:1"], "--decode"),
         ([*ENGINES, "--prefill=h:1"], "--prefill"),
-        ([*ENGINES, "--prefill=https://h:1"], "--prefill"),
+        ([*ENGINES, "--prefill=ftp://h:1"], "--prefill"),
         ([*ENGINES, "--decode=http://h:1/v1"], "--decode"),
         ([*ENGINES, "--decode=http://h:99999"], "--decode"),
         ([*ENGINES, ENGINES[0]], "--prefill"),

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from kvturn.lease_access import LeaseAccess, lease_access
+from kvturn.tls import TlsFiles
+from kvturn.watched import FileFault, warn_of_open_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,6 +21,12 @@ NAME_BYTES_MAX = 128
 ENDPOINTS_MAX = 16
 
 _PREFIX = "kvturn_"
+_ACCESS_KEYS = (
+    "kvturn_lease_cert",
+    "kvturn_lease_key",
+    "kvturn_lease_ca",
+    "kvturn_lease_token_file",
+)
 _HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
@@ -59,6 +69,10 @@ class ConnectorConfig:
     looks when no event wakes it. At 0, NIXL's own setting, the thread of every worker spins on a
     core for as long as the engine lives; above 0, events still wake it at once. Set it (1000)
     where engines share cores."""
+    lease_access: LeaseAccess = field(default_factory=LeaseAccess, compare=False)
+    """`kvturn_lease_ca`: file of the certificates to check the lease service's against; turns TLS
+    on. `kvturn_lease_cert`, `kvturn_lease_key`: files of the engine's own certificate and its key.
+    `kvturn_lease_token_file`: file of the token that shows the lease service who calls."""
 
     @property
     def active(self) -> bool:
@@ -81,6 +95,7 @@ class ConnectorConfig:
             "kvturn_secret_file",
             "kvturn_otlp_endpoint",
             "kvturn_nixl_progress_delay_us",
+            *_ACCESS_KEYS,
         }
         for key in extra:
             if key.startswith(_PREFIX) and key not in known:
@@ -99,6 +114,7 @@ class ConnectorConfig:
             secret=_secret(_text(extra, "kvturn_secret_file")),
             otlp_endpoint=_url(extra, "kvturn_otlp_endpoint"),
             nixl_progress_delay_us=_count(extra, "kvturn_nixl_progress_delay_us", 0, 0, 1_000_000),
+            lease_access=_lease_access(extra),
         )
 
 
@@ -158,6 +174,16 @@ def _url(extra: Mapping[str, Any], key: str) -> str:
     if url and not _URL.fullmatch(url):
         raise ConfigError(f'{key}: {url!r} is not a URL such as "http://127.0.0.1:4317"')
     return url
+
+
+def _lease_access(extra: Mapping[str, Any]) -> LeaseAccess:
+    texts = [_text(extra, key) for key in _ACCESS_KEYS]
+    cert, key, ca, token = (Path(text) if text else None for text in texts)
+    warn_of_open_secrets(file for file in (key, token) if file is not None)
+    try:
+        return lease_access(TlsFiles(cert, key, ca, _ACCESS_KEYS[:3]), token, _ACCESS_KEYS[3])
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
 
 
 def _secret(path: str) -> bytes:

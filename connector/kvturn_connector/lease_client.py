@@ -59,6 +59,8 @@ TURNED_AWAY = (
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.INVALID_ARGUMENT,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
 )
 """Refusals of a Register that the next one would meet too, most of all SESSION_FENCED: another
 process has taken the engine's name."""
@@ -232,7 +234,9 @@ class LeaseClient:
 
     async def _main(self) -> None:
         self._telemetry = Telemetry(self._config.otlp_endpoint, self._engine_id)
-        self._channels = LeaseChannels(self._config.lease_endpoints, self._clock)
+        self._channels = LeaseChannels(
+            self._config.lease_endpoints, self._clock, self._config.lease_access
+        )
         self._started.set()
         # None ends by itself. If one fails the thread ends, and all vouching with it.
         endless = [
@@ -326,7 +330,7 @@ class LeaseClient:
         if problem:
             raise ConnectionError(problem)
         stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
-        call = stub.EngineSession()  # type: ignore[call-arg]
+        call = stub.EngineSession(metadata=self._channels.metadata)  # type: ignore[call-arg]
         async with asyncio.timeout(OPEN_TIMEOUT_S):
             self._outbox = asyncio.Queue(SEND_QUEUE_MAX)
             # Not before: from here on all that is held counts as vouched for, and without a

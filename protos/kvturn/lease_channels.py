@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from kvturn.leader import Leader
+from kvturn.lease_access import LeaseAccess
 from kvturn.v1 import lease_pb2_grpc
 
 if TYPE_CHECKING:
@@ -76,11 +77,17 @@ class Unanswered(Exception):
 class LeaseChannels:
     """One channel per endpoint of the lease service, and who of them leads."""
 
-    def __init__(self, endpoints: Sequence[str], clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        clock_ns: Callable[[], int],
+        access: LeaseAccess | None = None,
+    ) -> None:
         """Call it on the event loop. `clock_ns` is CLOCK_BOOTTIME, `endpoints` as for Leader."""
         self.leader = Leader(endpoints)
         self._clock_ns = clock_ns
-        self._channels = {one: _connect(one) for one in self.leader.endpoints}
+        self._access = access or LeaseAccess()
+        self._channels = {one: self.connect(one) for one in self.leader.endpoints}
         self._stubs = {one: _stub(channel) for one, channel in self._channels.items()}
         self._probe_now = {one: asyncio.Event() for one in self.leader.endpoints}
         self._changed = asyncio.Event()
@@ -124,7 +131,7 @@ class LeaseChannels:
                 break
             try:
                 answer = await rpc(self._stubs[endpoint])(
-                    question, timeout=left_s, metadata=metadata
+                    question, timeout=left_s, metadata=(*metadata, *self._access.metadata)
                 )
             except grpc.aio.AioRpcError as error:
                 turned_away = self.refused(endpoint, error, asked_ns)
@@ -141,7 +148,12 @@ class LeaseChannels:
 
     def connect(self, endpoint: str) -> grpc.aio.Channel:
         """Returns a channel of its own, for a long stream; the caller closes it."""
-        return _connect(endpoint)
+        return self._access.channel(endpoint, _CHANNEL_OPTIONS)
+
+    @property
+    def metadata(self) -> Metadata:
+        """What calls must carry that are made over a channel of their own."""
+        return self._access.metadata
 
     # --- what was heard, also on streams of others ------------------------------------------------
 
@@ -207,7 +219,7 @@ class LeaseChannels:
     async def _probe(self, endpoint: str) -> None:
         """Asks the endpoint who it is; a broken one over a new connection, without a backoff."""
         old = self._channels[endpoint]
-        channel = _connect(endpoint) if self.leader.is_broken(endpoint) else old
+        channel = self.connect(endpoint) if self.leader.is_broken(endpoint) else old
         try:
             await self.check(endpoint, channel)
         finally:
@@ -261,10 +273,6 @@ def error_info(error: grpc.aio.AioRpcError) -> tuple[str, dict[str, str]]:
             if detail.Unpack(info):
                 return info.reason, dict(info.metadata)
     return "", {}
-
-
-def _connect(endpoint: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(endpoint, options=_CHANNEL_OPTIONS)
 
 
 def _stub(channel: grpc.aio.Channel) -> LeaseServiceAsyncStub:

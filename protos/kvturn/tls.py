@@ -93,16 +93,23 @@ class ClientTls:
 
     def __init__(self, files: TlsFiles) -> None:
         """Raises FileFault for files with which TLS could never come about."""
-        self._context = Watched(files.paths, lambda: _client_context(files))
-        self._credentials = Watched(files.paths, lambda: _channel_credentials(_read(files)))
+        self._files = files
+        self._pem = Watched(files.paths, lambda: _read(files))
+        self._contexts: Watched[ssl.SSLContext] | None = None
+        if files.paths:
+            self._contexts = Watched(files.paths, lambda: _client_context(files))
 
     def context(self) -> ssl.SSLContext:
         """Returns what the next asyncio connection takes."""
-        return self._context.value
+        if self._contexts is None:
+            # Not before it is needed: to read the system's authorities takes a while.
+            self._contexts = Watched((), lambda: _client_context(self._files))
+        return self._contexts.value
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Returns what the next gRPC channel takes; a channel keeps to what it was made with."""
-        return self._credentials.value
+        pem = self._pem.value
+        return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 
 def _server_context(files: TlsFiles) -> ssl.SSLContext:
@@ -174,7 +181,3 @@ def _configuration(pem: Pem) -> grpc.ServerCertificateConfiguration:
     assert pem.key is not None
     assert pem.cert is not None
     return grpc.ssl_server_certificate_configuration([(pem.key, pem.cert)], pem.ca)
-
-
-def _channel_credentials(pem: Pem) -> grpc.ChannelCredentials:
-    return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
