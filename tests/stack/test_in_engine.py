@@ -1,4 +1,4 @@
-"""The connector's halves on the vLLM code of each supported version, without an engine."""
+"""The connector's halves and the router's requests on each supported vLLM, without an engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ FOLDER = Path(__file__).parent / "in_engine"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("checks", ["check_worker.py", "check_schedulers.py"])
+@pytest.mark.parametrize("checks", ["check_worker.py", "check_schedulers.py", "check_requests.py"])
 def test_every_check_holds_where_vllm_is(version: str, checks: str) -> None:
     """Each function check_* of the file is run by the Python of that vLLM environment."""
     file = FOLDER / checks
