@@ -366,7 +366,8 @@ def all_steps() -> dict[str, Step]:
         steps.append(Step(name, ENVS / name, files, make, heavy=True))
     model_files = (REQUIREMENTS / "model.txt", ROOT / "scripts" / "build_model.py")
     steps.append(Step("model", MODEL, model_files, make_model, heavy=True))
-    for name in ("protoc", *(f"protobuf-{version}" for version in PROTOBUF_VERSIONS), "etcd"):
+    protobufs = [f"protobuf-{version}" for version in PROTOBUF_VERSIONS]
+    for name in ("protoc", *protobufs, "etcd", "clients"):
         locked = REQUIREMENTS / f"{name}.txt"
         make = functools.partial(make_environment, ENVS / name, locked)
         steps.append(Step(name, ENVS / name, (locked,), make))
