@@ -6,7 +6,11 @@ engines, and begins with a stated prior or with what an engine of the kind has
 taught. No clock: the time comes in.
 """
 
+from collections import OrderedDict
+from math import hypot
 from typing import Final, NamedTuple
+
+from kvturn_router.fit import Fit
 
 ENGINES_MAX: Final = 4096
 """Fits kept of each kind, by engine or pair; the longest unused are forgotten."""
@@ -18,6 +22,10 @@ EXPLORED_FIRST: Final = 8
 """Turns of a decode engine that may go a way only because little is known of it, to begin with."""
 EXPLORED_SHARE: Final = 16
 """After that one turn in so many may."""
+HOPE: Final = 1.5
+"""Deviations by which a way may be better than its estimate; one that nothing is known of, 4x."""
+
+_LEG_STEP: Final = 0.1
 
 
 class Priors(NamedTuple):
@@ -106,28 +114,201 @@ class Took(NamedTuple):
 class Costs:
     """Learned rates of all engines. Not for several threads."""
 
-    def __init__(self, priors: Priors | None = None) -> None: ...
+    def __init__(self, priors: Priors | None = None) -> None:
+        priors = priors or Priors()
+        generated = priors.generated
+        local = None if priors.local is None else (*priors.local, generated)
+        self._generated = generated
+        self._size = _Fits(priors.size, MODELS_MAX)
+        self._prefill = _Fits(priors.prefill)
+        self._read = _Fits(priors.read)
+        self._handover = _Fits((*priors.handover, generated))
+        self._local = _Fits(local)
+        self._missed = _Fits(priors.missed)
+        self._leg_tokens: OrderedDict[str, float] = OrderedDict()
+        self._explored: OrderedDict[str, list[int]] = OrderedDict()
 
     def new_tokens(self, model: str, new_bytes: int) -> float:
         """Returns how many tokens that many bytes of messages are expected to be."""
-        raise NotImplementedError
+        return self._size.of(model).value((1.0, new_bytes))
 
     def estimates(self, forecast: Forecast, now_ns: int) -> Estimates:
         """Returns what each way would cost. `now_ns` is CLOCK_BOOTTIME."""
-        raise NotImplementedError
+        held = forecast.held_tokens
+        new = forecast.new_tokens
+        ahead = self._ahead(forecast)
+        missed = self._missed.of(forecast.decode).value((1.0, held))
+        fetched = self._fetched(forecast, held + new)
+        prefill = self._prefill.of(forecast.prefill)
+        handover = _estimate(
+            self._handover.of(f"{forecast.prefill} {forecast.decode}"),
+            (1.0, fetched, 0.0),
+            now_ns,
+        )
+        suffix = _estimate(prefill, (1.0, new + ahead), now_ns)
+        whole = _estimate(prefill, (1.0, held + new + ahead), now_ns)
+        read = _estimate(
+            self._read.of(f"{forecast.holder} {forecast.prefill}"), (1.0, held), now_ns
+        )
+        local = self._local_fit(forecast.decode)
+        # Decode computes at least one token itself.
+        computed = max(new + min(missed, held), 1.0)
+        alone = _estimate(local, (1.0, computed, 0.0), now_ns)
+        penalty = RUNNING_PENALTY * forecast.decode_in_flight * local.rates[1] * computed
+        return Estimates(
+            pull=_sum(suffix, read, handover),
+            local=Estimate(alone.ms + penalty, alone.best_ms + penalty),
+            recompute=_sum(whole, handover),
+        )
 
-    def may_explore(self, decode: str) -> bool:
+    def explores(self, decode: str, *, wanted: bool) -> bool:
         """Tells whether a turn of that decode engine may go a way that is only possibly better.
 
-        Counts the turn, and if True, what it may cost: of n turns at most
-        EXPLORED_FIRST + n / EXPLORED_SHARE explore.
+        Counts the turn: of n turns at most EXPLORED_FIRST + n / EXPLORED_SHARE
+        explore.
         """
-        raise NotImplementedError
+        counts = self._explored.setdefault(decode, [0, 0])
+        self._explored.move_to_end(decode)
+        if len(self._explored) > ENGINES_MAX:
+            self._explored.popitem(last=False)
+        counts[0] += 1
+        if not wanted or counts[1] >= EXPLORED_FIRST + counts[0] // EXPLORED_SHARE:
+            return False
+        counts[1] += 1
+        return True
 
     def learn(self, kind: str, forecast: Forecast, took: Took, now_ns: int) -> None:
         """Learns from a turn that was served as planned, without a fault.
 
         `kind` is that of the plan: "pull", "local" or "recompute". To be called
-        once a turn, when all that `took` has is known.
+        once a turn, when all that `took` has is known. Without `prompt_tokens`
+        it teaches nothing.
         """
-        raise NotImplementedError
+        if took.prompt_tokens <= 0:
+            return
+        new = took.prompt_tokens - forecast.held_tokens
+        if forecast.extends and new > 0:
+            self._size.kept(forecast.model).learn((1.0, forecast.new_bytes), new, now_ns)
+        if kind == "local":
+            self._learn_local(forecast, took, now_ns)
+            return
+        self._learn_prefill(kind == "pull", forecast, took, now_ns)
+        if took.decode_ms > 0:
+            features = (
+                1.0,
+                self._fetched(forecast, took.prompt_tokens),
+                float(took.generated_tokens),
+            )
+            pair = f"{forecast.prefill} {forecast.decode}"
+            self._handover.kept(pair).learn(features, took.decode_ms, now_ns)
+
+    def _learn_local(self, forecast: Forecast, took: Took, now_ns: int) -> None:
+        held = min(forecast.held_tokens, took.prompt_tokens)
+        missed = max(held - took.cached_tokens, 1.0)
+        self._missed.kept(forecast.decode).learn((1.0, held), missed, now_ns)
+        if took.decode_ms <= 0:
+            return
+        fit = self._local_fit(forecast.decode)
+        self._local.keep(forecast.decode, fit)
+        computed = float(max(took.prompt_tokens - took.cached_tokens, 1))
+        fit.learn((1.0, computed, float(took.generated_tokens)), took.decode_ms, now_ns)
+
+    def _learn_prefill(self, pull: bool, forecast: Forecast, took: Took, now_ns: int) -> None:
+        """Learns from a prefill leg: what computing took, and what the read did."""
+        if took.prefill_ms <= 0:
+            return
+        computed = float(max(took.prompt_tokens - took.reused_tokens - took.cached_tokens, 1))
+        features = (1.0, computed + self._ahead(forecast))
+        prefill = self._prefill.kept(forecast.prefill)
+        self._count_leg(forecast.prefill, computed)
+        read_tokens = float(took.reused_tokens or (forecast.held_tokens if took.read_failed else 0))
+        if not pull or read_tokens <= 0:
+            prefill.learn(features, took.prefill_ms, now_ns)
+            return
+        # One duration tells of two things: each learns from what the other leaves.
+        read = self._read.kept(f"{forecast.holder} {forecast.prefill}")
+        read_features = (1.0, read_tokens)
+        computing_ms, reading_ms = prefill.value(features), read.value(read_features)
+        computing_blur = computing_ms * _blur(prefill, features, now_ns)
+        reading_blur = reading_ms * _blur(read, read_features, now_ns)
+        prefill.learn(features, max(took.prefill_ms - reading_ms, 0.0), now_ns, reading_blur)
+        read.learn(read_features, max(took.prefill_ms - computing_ms, 0.0), now_ns, computing_blur)
+
+    def _local_fit(self, decode: str) -> Fit:
+        if self._local.taught:
+            return self._local.of(decode)
+        # Until a local turn has taught better, decode computes as prefill does.
+        return Fit((*self._prefill.taught_rates, self._generated))
+
+    def _fetched(self, forecast: Forecast, prompt_tokens: float) -> float:
+        """Tokens whose KV decode fetches from prefill: those that it has not in its own cache."""
+        if forecast.decode != forecast.holder:
+            return prompt_tokens
+        held = forecast.held_tokens
+        missed = self._missed.of(forecast.decode).value((1.0, held))
+        return max(prompt_tokens - max(held - missed, 0.0), 1.0)
+
+    def _ahead(self, forecast: Forecast) -> float:
+        """Tokens that prefill has to compute before it comes to the turn's."""
+        legs = max(forecast.prefill_in_flight - 0.5, 0.0)
+        return legs * self._leg_tokens.get(forecast.prefill, 0.0)
+
+    def _count_leg(self, prefill: str, computed: float) -> None:
+        mean = self._leg_tokens.get(prefill, computed)
+        self._leg_tokens[prefill] = mean + _LEG_STEP * (computed - mean)
+        self._leg_tokens.move_to_end(prefill)
+        if len(self._leg_tokens) > ENGINES_MAX:
+            self._leg_tokens.popitem(last=False)
+
+
+class _Fits:
+    """Fits of one kind, by engine, pair or model. A new one begins with what the kind last taught.
+
+    `prior` is None if the kind has none of its own: then `of` needs `taught`.
+    """
+
+    def __init__(self, prior: tuple[float, ...] | None, fits_max: int = ENGINES_MAX) -> None:
+        self._fits: OrderedDict[str, Fit] = OrderedDict()
+        self._fits_max = fits_max
+        self._taught = None if prior is None else Fit(prior)
+
+    @property
+    def taught(self) -> bool:
+        """True if there is a prior or anything was learned."""
+        return self._taught is not None
+
+    @property
+    def taught_rates(self) -> list[float]:
+        """Rates where a new fit begins."""
+        assert self._taught is not None
+        return self._taught.rates
+
+    def of(self, key: str) -> Fit:
+        """Returns the fit of a key, not to be changed."""
+        return self._fits.get(key) or Fit(self.taught_rates)
+
+    def kept(self, key: str) -> Fit:
+        """Returns the fit of a key, to learn."""
+        fit = self.of(key)
+        self.keep(key, fit)
+        return fit
+
+    def keep(self, key: str, fit: Fit) -> None:
+        """Keeps a fit, and forgets the longest unused if there are too many."""
+        self._fits[key] = self._taught = fit
+        self._fits.move_to_end(key)
+        if len(self._fits) > self._fits_max:
+            self._fits.popitem(last=False)
+
+
+def _estimate(fit: Fit, features: tuple[float, ...], now_ns: int) -> Estimate:
+    ms = fit.value(features)
+    return Estimate(ms, ms / (1.0 + HOPE * fit.deviation(features, now_ns)))
+
+
+def _sum(*parts: Estimate) -> Estimate:
+    return Estimate(sum(part.ms for part in parts), sum(part.best_ms for part in parts))
+
+
+def _blur(fit: Fit, features: tuple[float, ...], now_ns: int) -> float:
+    return float(hypot(fit.deviation(features, now_ns), fit.scatter()))
