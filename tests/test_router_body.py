@@ -84,6 +84,22 @@ def test_the_deepest_body_is_accepted_whatever_its_strings_hold():
     assert set(parse(text)) == {"s", "a"}
 
 
+@pytest.mark.parametrize("gap", [b",", b", ", b" ,"])
+@pytest.mark.parametrize("nested", [DEPTH_MAX - 2, DEPTH_MAX - 1])
+@pytest.mark.parametrize("text", [b"", b'"}, {},{},{[[[{{{"', b'"a\\", },{},{ b"'])
+def test_many_messages_are_not_depth_and_hide_none(gap, nested, text):
+    """Objects in a row, and brackets in strings, count for nothing wherever a deep one lies."""
+    rows = gap.join([b'{"c":%b}' % (text or b"1")] * 300)
+    deep = b"[" * nested + b"]" * nested
+    for body in (rows + b"," + deep, deep + b"," + rows, rows + b"," + deep + b"," + rows):
+        whole = b'{"messages":[%b]}' % body
+        if nested + 2 <= DEPTH_MAX:
+            assert set(parse(whole)) == {"messages"}
+        else:
+            with pytest.raises(TurnError):
+                parse(whole)
+
+
 def depth(value: Any) -> int:
     if isinstance(value, dict):
         return 1 + max(map(depth, value.values()), default=0)

@@ -8,6 +8,7 @@ and adding a few. Nothing here does I/O.
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from typing import cast
 
 import msgspec
 from google.protobuf.wrappers_pb2 import StringValue
@@ -89,9 +90,9 @@ def parse(body: bytes) -> dict[str, bytes]:
     """
     try:
         if not body.isascii():
-            # Checks UTF-8 without making a str of it: three times as fast as decode() on long text.
-            StringValue(value=body)
-        members = _object_decoder.decode(body)
+            # Protobuf takes UTF-8 as it is and checks it in a third of the time of decode().
+            StringValue(value=body)  # type: ignore[arg-type]
+        members = cast("dict[str, bytes]", _object_decoder.decode(body))
     except UnicodeDecodeError:
         raise _unreadable("it is not UTF-8") from None
     except msgspec.ValidationError:
