@@ -42,11 +42,16 @@ class Keys:
     def __init__(self, names: Mapping[bytes, str]) -> None:
         """`names` is the name of each key, "" for none."""
         self._secret = secrets.token_bytes(32)
-        self._names = {self._digest(key): name or unnamed(key) for key, name in names.items()}
+        self._names = {self._digest(key): name for key, name in names.items()}
+
+    def find(self, key: bytes) -> str | None:
+        """Returns the key's name, "" if it has none; None if there is no such key."""
+        return self._names.get(self._digest(key)) if len(key) <= KEY_BYTES_MAX else None
 
     def name_of(self, key: bytes) -> str | None:
         """Returns the key's name, `unnamed(key)` if it has none; None if there is no such key."""
-        return self._names.get(self._digest(key)) if len(key) <= KEY_BYTES_MAX else None
+        name = self.find(key)
+        return unnamed(key) if name == "" else name
 
     def _digest(self, key: bytes) -> bytes:
         return hashlib.blake2b(key, key=self._secret, digest_size=32).digest()

@@ -54,13 +54,13 @@ class ServerTls:
         """Raises FileFault for files with which TLS could never come about."""
         if files.cert is None:
             raise FileFault(f"{files.settings[2]} needs {files.settings[0]}, the listener's own")
-        self._files = files
+        self.files = files
         self._context = Watched(files.paths, lambda: _server_context(files))
         self._pem = Watched(files.paths, lambda: _read(files))
 
     def context(self) -> ssl.SSLContext:
         """Returns what an asyncio listener takes; each handshake uses the files of its time."""
-        listener = _server_context(self._files)
+        listener = _server_context(self.files)
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
             connection.context = self._context.value

@@ -19,7 +19,10 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvturn_lease.config import ConfigError, LeaseConfig, address_of, parse_config
+from kvturn.keys import watched_keys
+from kvturn.watched import warn_of_open_secrets
+from kvturn_lease.callers import Callers
+from kvturn_lease.config import ConfigError, LeaseConfig, address_of, is_loopback, parse_config
 from kvturn_lease.election import Election
 from kvturn_lease.etcd.client import EtcdClient
 from kvturn_lease.etcd_leases import EtcdLeases
@@ -92,8 +95,9 @@ async def _serve(config: LeaseConfig) -> None:
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     telemetry = make_telemetry(config.otlp_endpoint)
-    servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer)
-    server = LeaseServer(config, servicer, telemetry)
+    callers = _callers(config)
+    servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer, callers)
+    server = LeaseServer(config, servicer, telemetry, callers)
     if config.etcd is None:
         servicer.lead(Lessor(config.lessor, new_term()), MemoryStore())
     port = await server.start()
@@ -107,6 +111,27 @@ async def _serve(config: LeaseConfig) -> None:
     await telemetry.close()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _callers(config: LeaseConfig) -> Callers | None:
+    """Returns who may call what, None for everybody everything."""
+    secrets_files = list(config.token_files.values())
+    if config.tls is not None and config.tls.key is not None:
+        secrets_files.append(config.tls.key)
+    warn_of_open_secrets(secrets_files)
+    if config.trusts_all:
+        if not is_loopback(config.host):
+            logging.getLogger("kvturn.lease").warning(
+                "whoever reaches %s may act as an engine, a router or an operator: set"
+                " --engine-tokens-file and --router-tokens-file, or --tls-client-ca",
+                address_of(config.host, config.port),
+            )
+        return None
+    tokens = {
+        role: watched_keys(f"{role}-tokens-file", file) for role, file in config.token_files.items()
+    }
+    certificates = config.tls is not None and config.tls.ca is not None
+    return Callers(tokens, certificates=certificates)
 
 
 async def _stand_for_election(

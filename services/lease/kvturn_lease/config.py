@@ -19,6 +19,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from kvturn.keys import parse_keys
+from kvturn.tls import ServerTls, TlsFiles
+from kvturn.watched import FileFault
+from kvturn_lease.callers import Role
 from kvturn_lease.etcd.config import EtcdConfig
 from kvturn_lease.usage import Limits
 
@@ -225,6 +229,11 @@ class LeaseConfig:
     """How long nobody leads after a leader died: the TTL of its etcd lease, whole seconds."""
     advertise: str = ""
     """HOST:PORT where clients reach this process; empty: host and port."""
+    tls: TlsFiles | None = None
+    """The listener's certificate and key, and the authorities of its clients' certificates; None
+    listens without TLS."""
+    token_files: Mapping[Role, Path] = field(default_factory=dict)
+    """By role, the file of the tokens that give it."""
     otlp_endpoint: str = ""
     """Where traces go by OTLP gRPC, e.g. http://127.0.0.1:4317; empty turns them off."""
     log_level: str = "INFO"
@@ -249,9 +258,21 @@ class LeaseConfig:
             f"{_LEADERSHIP_MAX_NS // _SECOND_NS} whole seconds",
         )
         _check(
+            not self.token_files
+            or (self.tls is not None and self.tls.ca is not None)
+            or {Role.ENGINE, Role.ROUTER} <= self.token_files.keys(),
+            "engine-tokens-file and router-tokens-file go together: without one nobody is an "
+            "engine, without the other nobody is a router",
+        )
+        _check(
             self.etcd is None or self.advertise != "" or not _is_unspecified(self.host),
             f"advertise must be given, HOST:PORT, because clients cannot reach --host {self.host}",
         )
+
+    @property
+    def trusts_all(self) -> bool:
+        """Whether whoever reaches the listener may act as an engine, a router or an operator."""
+        return not self.token_files and (self.tls is None or self.tls.ca is None)
 
     @property
     def records_ttl_s(self) -> int:
@@ -284,6 +305,11 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.text("secret-file", "", "file of the cluster secret, the same for all lease services")
     parser.seconds("leadership", defaults.leadership_ns, "TTL of a leader in etcd")
     parser.text("advertise", "", "HOST:PORT where clients reach this process")
+    parser.text("tls-cert", "", "file of the listener's certificate; turns TLS on")
+    parser.text("tls-key", "", "file of its key")
+    parser.text("tls-client-ca", "", "file of the authorities whose certificates callers must show")
+    for role in Role:
+        parser.text(f"{role}-tokens-file", "", f"file of the tokens of {role}s, one a line")
     parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
@@ -299,6 +325,8 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         secret=_secret(str(values["secret-file"])),
         leadership_ns=int(values["leadership"]),
         advertise=_advertised(str(values["advertise"])),
+        tls=_tls(values),
+        token_files=_token_files(values),
         otlp_endpoint=str(values["otlp-endpoint"]),
         log_level=log_level,
     )
@@ -384,6 +412,31 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
 
 
+def _tls(values: Mapping[str, int | str]) -> TlsFiles | None:
+    """Returns the listener's files, None for no TLS. Raises ConfigError."""
+    settings = ("tls-cert", "tls-key", "tls-client-ca")
+    cert, key, ca = (Path(file) if (file := str(values[name])) else None for name in settings)
+    files = TlsFiles(cert, key, ca, settings)
+    try:
+        return ServerTls(files).files if files.paths else None
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
+
+
+def _token_files(values: Mapping[str, int | str]) -> dict[Role, Path]:
+    """Returns the files of tokens by role. Raises ConfigError."""
+    files = {}
+    for role in Role:
+        setting = f"{role}-tokens-file"
+        if file := str(values[setting]):
+            files[role] = Path(file)
+            try:
+                parse_keys(setting, files[role])
+            except FileFault as fault:
+                raise ConfigError(str(fault)) from None
+    return files
+
+
 def _check_certificates(files: Mapping[str, str]) -> None:
     """Raises ConfigError for files with which TLS could never come about."""
     for name, file in files.items():
@@ -443,6 +496,14 @@ def _is_unspecified(host: str) -> bool:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:  # a name
         return False
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def address_of(host: str, port: int) -> str:

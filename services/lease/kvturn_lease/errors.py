@@ -7,7 +7,10 @@ what a client put into a field.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class LeaseServiceError(Exception):
@@ -117,6 +120,37 @@ class EngineNotFound(LeaseServiceError):
 
     def __init__(self) -> None:
         super().__init__("no engine of this id is known")
+
+
+class CallerUnknown(LeaseServiceError):
+    """A caller without a token or certificate that gives it a role."""
+
+    code = "UNAUTHENTICATED"
+    reason = "CALLER_UNKNOWN"
+
+    def __init__(self) -> None:
+        super().__init__("the caller brings no token and no certificate that is known here")
+
+
+class RoleRefused(LeaseServiceError):
+    """A caller whose roles do not allow the method."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ROLE_REFUSED"
+
+    def __init__(self, allowed: Sequence[str]) -> None:
+        roles = " or ".join(allowed)
+        super().__init__(f"the caller's token or certificate is not that of {roles}", roles=roles)
+
+
+class EngineIdRefused(LeaseServiceError):
+    """An engine whose token or certificate is for other engine ids."""
+
+    code = "PERMISSION_DENIED"
+    reason = "ENGINE_ID_REFUSED"
+
+    def __init__(self) -> None:
+        super().__init__("the engine's token or certificate is not for this engine id")
 
 
 class RegisterLate(LeaseServiceError):

@@ -10,11 +10,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvturn.tls import ServerTls
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
+from kvturn_lease.callers import CallerInterceptor
 from kvturn_lease.config import address_of
 from kvturn_lease.telemetry import TracingInterceptor
 
 if TYPE_CHECKING:
+    from kvturn_lease.callers import Callers
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.servicer import LeaseServicer
     from kvturn_lease.telemetry import Telemetry
@@ -29,12 +32,23 @@ class ListenError(Exception):
 class LeaseServer:
     """Serves a LeaseServicer until stop()."""
 
-    def __init__(self, config: LeaseConfig, servicer: LeaseServicer, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        config: LeaseConfig,
+        servicer: LeaseServicer,
+        telemetry: Telemetry,
+        callers: Callers | None = None,
+    ) -> None:
+        """`callers` says who may call what, None for everybody everything."""
         self._config = config
         self._servicer = servicer
-        traced = telemetry.provider is not None
+        interceptors: list[grpc.aio.ServerInterceptor] = []  # type: ignore[type-arg]
+        if callers is not None:
+            interceptors.append(CallerInterceptor(callers))
+        if telemetry.provider is not None:
+            interceptors.append(TracingInterceptor(telemetry.tracer))
         self._server = grpc.aio.server(
-            interceptors=[TracingInterceptor(telemetry.tracer)] if traced else [],
+            interceptors=interceptors,
             options=_options(config),
             maximum_concurrent_rpcs=config.lessor.engines_max + config.questions_max,
         )
@@ -51,7 +65,11 @@ class LeaseServer:
         _check_address(host, port)
         address = address_of(host, port)
         try:
-            bound = self._server.add_insecure_port(address)
+            if self._config.tls is None:
+                bound = self._server.add_insecure_port(address)
+            else:
+                credentials = ServerTls(self._config.tls).credentials()
+                bound = self._server.add_secure_port(address, credentials)
         except RuntimeError:
             raise ListenError(f"cannot listen on {address}") from None
         await self.set_leading(self._servicer.leads)

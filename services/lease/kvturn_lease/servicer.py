@@ -34,6 +34,7 @@ from kvturn_lease.telemetry import caller_context
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator
 
+    from kvturn_lease.callers import Callers
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.conversation import ConversationKey
     from kvturn_lease.lease import Retention
@@ -78,6 +79,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         store: Store | None,
         clock_ns: Callable[[], int],
         tracer: trace.Tracer,
+        callers: Callers | None = None,
     ) -> None:
         """`clock_ns` is CLOCK_BOOTTIME: it goes on while the machine is suspended.
 
@@ -89,6 +91,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         self._refusal: LeaseServiceError = StoreUnavailable()
         self._clock_ns = clock_ns
         self._tracer = tracer
+        self._callers = callers
         self._streams: dict[SessionId, SessionStream] = {}
         self._waiters: dict[ConversationKey, set[asyncio.Future[None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
@@ -143,6 +146,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         if request is None:
             return
         session_id = wire.session_id(request)
+        if self._callers is not None:
+            self._callers.check_engine(session_id.engine_id, context)
         # By itself, because gRPC cannot end a stream whose first message was cancelled on its way.
         await context.send_initial_metadata(())
         stream = await self._register(session_id, request.register)
