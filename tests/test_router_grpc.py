@@ -13,9 +13,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from router_harness import FakeLease, Rig, router, turn_body
-from stub_engine import CHAT, Reply, Seen, chunk, event
+from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
+
+_DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 
 
 @contextlib.asynccontextmanager
@@ -32,6 +34,10 @@ def chat(conversation_id: str = "c1", reuse: str = "", **members: object) -> rou
     return router_pb2.ChatRequest(
         conversation_id=conversation_id, body_json=json.dumps(turn_body(**members)), reuse=reuse
     )
+
+
+def complete(**members: object) -> router_pb2.CompleteRequest:
+    return router_pb2.CompleteRequest(body_json=json.dumps(turn_body(**members)))
 
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
@@ -160,6 +166,8 @@ async def test_without_a_lease_service_keep_alive_is_unimplemented():
         (router_pb2.ChatRequest(body_json='{"model":"m"}'), "messages"),
         (chat(reuse="maybe"), "reuse"),
         (chat(conversation_id="x" * 257), "conversation_id"),
+        (router_pb2.ChatRequest(conversation_id="c", scope="s"), "scope"),
+        (router_pb2.ChatRequest(body_json='{"model":"m","messages":[]}', api=9), "api"),
     ],
 )
 async def test_a_bad_request_is_an_invalid_argument_that_names_the_field(request_, field):
@@ -196,9 +204,122 @@ async def test_an_engines_refusal_is_mapped_and_its_body_told(status, code):
             async for _ in stub.Chat(chat()):
                 pass
         assert error.value.code() is code
+        assert error.value.details() == f"the engine answered {status}: no"
         info = error_info(error.value)
         assert info.metadata["http_status"] == str(status)
         assert json.loads(info.metadata["body"]) == {"error": {"message": "no"}}
+
+
+@pytest.mark.parametrize(("retry_after", "seconds"), [("7", 7), (_DATE, None)])
+async def test_an_engines_retry_after_reaches_the_caller(retry_after, seconds):
+    """In ErrorInfo as it came, and as RetryInfo where it is a number of seconds."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.whole(b"{}", 429, ("retry-after", retry_after))
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.prefill.script(CHAT, play)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Complete(complete())
+        assert error_info(error.value).metadata["retry_after"] == retry_after
+        details = rpc_status.from_call(error.value).details
+        assert len(details) == (1 if seconds is None else 2)
+        if seconds is not None:
+            again = error_details_pb2.RetryInfo()
+            assert details[1].Unpack(again)
+            assert again.retry_delay.seconds == seconds
+
+
+async def test_a_long_error_is_cut_to_what_clients_take():
+    """Of a body of 100 KB in two-byte letters a client with default limits gets the beginning."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        text = json.dumps({"error": {"message": "é" * 50_000}}, ensure_ascii=False)
+        await reply.whole(text.encode(), 400)
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.prefill.script(CHAT, play)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Complete(complete())
+        assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert len(error.value.details()) < 600
+        assert error_info(error.value).metadata["body"].startswith('{"error": {"message": "éé')
+
+
+async def test_headers_besides_the_answer_reach_the_caller_as_metadata():
+    """An engine's own, and the caller's request id; what HTTP says of its own bytes does not."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        text = json.dumps(rig.decode.whole_answer(seen)).encode()
+        load = ("endpoint-load-metrics", "JSON {}")
+        await reply.whole(text, 200, load)
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.decode.script(CHAT, play)
+        sent = (("x-request-id", "r-1"), ("x-session-id", "s"), ("x-session-id", "t"))
+        call = stub.Complete(complete(), metadata=sent)
+        await call
+        assert dict(await call.initial_metadata()) == {
+            "endpoint-load-metrics": "JSON {}",
+            "x-request-id": "r-1",
+        }
+        assert rig.decode.turns[0].header("x-session-id") == "s, t"
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_texts_are_completed_too(stream):
+    """`api` says which of the engine's APIs a body goes to."""
+    body = json.dumps({"model": "m", "prompt": "The capital", "max_tokens": 4})
+    api = router_pb2.API_COMPLETIONS
+    async with router() as rig, dial(rig) as (_, stub):
+        if stream:
+            parts = [x async for x in stub.Chat(router_pb2.ChatRequest(body_json=body, api=api))]
+            assert len(parts) > 2
+        else:
+            answer = await stub.Complete(router_pb2.CompleteRequest(body_json=body, api=api))
+            assert json.loads(answer.body_json)["choices"][0]["text"]
+        assert [seen.path for seen in rig.decode.turns] == [COMPLETIONS]
+        assert rig.decode.turns[0].json["prompt"] == "The capital"
+
+
+async def test_an_answer_is_never_silently_less_than_the_engines():
+    """Not streamed: one chunk. Without the event that ends a stream, or not UTF-8: not OK."""
+    whole = json.dumps({"choices": [{"message": {"content": "é"}}]}, ensure_ascii=False)
+
+    async def not_streamed(seen: Seen, reply: Reply) -> None:
+        await reply.whole(whole.encode(), 200)
+
+    async def without_end(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(b'data: {"n":1}\n\ndata: {"n":2}')
+        await reply.raw(b"0\r\n\r\n")
+
+    async def not_text(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(b'data: "\xff"\n\n')
+        await reply.end_stream()
+
+    async def heard(stub: router_pb2_grpc.RouterServiceStub) -> tuple[list[str], str]:
+        call = stub.Chat(chat())
+        chunks: list[str] = []
+        try:
+            async for part in call:
+                if part.HasField("chunk_json"):
+                    chunks.append(part.chunk_json)  # noqa: PERF401
+        except grpc.aio.AioRpcError as error:
+            return chunks, error_info(error).reason
+        return chunks, ""
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.decode.script(CHAT, not_streamed)
+        assert await heard(stub) == ([whole], "")
+        rig.decode.script(CHAT, without_end)
+        assert await heard(stub) == (['{"n":1}', '{"n":2}'], "STREAM_UNFINISHED")
+        rig.decode.script(CHAT, not_text)
+        assert await heard(stub) == ([], "ANSWER_UNREADABLE")
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Complete(complete())
+        assert error_info(error.value).reason == "ANSWER_UNREADABLE"
 
 
 async def test_a_stream_that_breaks_off_ends_with_a_status():
@@ -251,37 +372,94 @@ async def test_a_call_that_ends_ends_its_legs(how, leg):
 
 
 async def test_many_cancelled_streams_leave_nothing_behind():
-    """A hundred streams cancelled after one message: no turn, no task is left."""
+    """Five hundred streams cancelled after one message: no turn and no task is left."""
 
     async def play(seen: Seen, reply: Reply) -> None:
         await reply.begin_stream()
         await seen.gone.wait()
 
     async with router() as rig, dial(rig) as (_, stub):
+        await stub.Complete(complete())
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
         rig.decode.script(CHAT, play)
-        calls = [stub.Chat(chat(f"c{number}")) for number in range(100)]
+        tasks = len(asyncio.all_tasks())
+        calls = [stub.Chat(chat(f"c{number}")) for number in range(500)]
         for call in calls:
             assert (await call.read()).report.turn == 1
         for call in calls:
             call.cancel()
+        del call, calls
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
-        await rig.until(lambda: all(seen.gone.is_set() for seen in rig.decode.turns))
+        await rig.until(lambda: all(seen.gone.is_set() for seen in rig.decode.turns[1:]))
+        await rig.until(lambda: len(asyncio.all_tasks()) <= tasks)
+
+
+async def test_a_client_that_pings_often_is_not_sent_away():
+    """Ten pings a second, without a call and within one: no GOAWAY, the next call succeeds."""
+    eager = [
+        ("grpc.keepalive_time_ms", 100),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await seen.gone.wait()
+
+    async with router() as rig:
+        target = f"127.0.0.1:{rig.server.grpc_port}"
+        async with grpc.aio.insecure_channel(target, options=eager) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            await stub.Complete(complete())
+            states = [channel.get_state()]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(1):
+                    await channel.wait_for_state_change(states[0])
+                    states.append(channel.get_state())
+            assert states == [grpc.ChannelConnectivity.READY]
+            rig.decode.script(CHAT, play)
+            call = stub.Chat(chat(), timeout=1)
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                async for _ in call:
+                    pass
+            assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_long_bodies_pass_up_to_the_limit_that_http_has():
-    """Three megabytes pass; above the limit the status names it, on both fronts."""
+    """Three megabytes pass; above four the status names the limit, as HTTP's 413 does.
+
+    Far above it gRPC refuses the message unread, in its own words.
+    """
     async with router("--max-body-mb=4") as rig, dial(rig) as (_, stub):
-        answer = await stub.Complete(
-            router_pb2.CompleteRequest(body_json=json.dumps(turn_body(user="x" * (3 << 20))))
-        )
-        assert answer.body_json
-        for size in (4 << 20, 6 << 20):
+        assert (await stub.Complete(complete(user="x" * (3 << 20)))).body_json
+        for size in (4 << 20, 8 << 20, 16 << 20):
             with pytest.raises(grpc.aio.AioRpcError) as error:
-                await stub.Complete(
-                    router_pb2.CompleteRequest(body_json=json.dumps(turn_body(user="x" * size)))
-                )
+                await stub.Complete(complete(user="x" * size))
             assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            if size <= 8 << 20:
+                assert error.value.details() == f"body_json has more than {4 << 20} bytes."
+                assert error_info(error.value).reason == "BODY_TOO_LARGE"
         assert (await rig.post(turn_body(user="x" * (4 << 20)))).status == 413
+
+
+async def test_long_metadata_passes_up_to_the_limit_that_http_heads_have():
+    """Agents send long headers: 60 KB pass, as in HTTP; more is refused."""
+    async with router() as rig, dial(rig) as (_, stub):
+        await stub.Complete(complete(), metadata=(("x-long", "a" * 60_000),))
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            await stub.Complete(complete(), metadata=(("x-long", "a" * 70_000),))
+        assert error.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+@pytest.mark.parametrize("data", [b"\x12\x03\xff\xfe\xfd", b"\xff\xff\xff"])
+async def test_a_message_that_cannot_be_read_is_an_invalid_argument(data):
+    """Text that is not UTF-8, and bytes that are no message: as HTTP's 400."""
+    async with router() as rig, dial(rig) as (channel, _):
+        for method in ("Complete", "GetConversation"):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await channel.unary_unary(f"/kvturn.v1.RouterService/{method}")(data)
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert error_info(error.value).reason == "MESSAGE_INVALID"
 
 
 async def test_a_caller_that_does_not_read_slows_the_engine():

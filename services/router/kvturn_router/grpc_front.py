@@ -6,17 +6,16 @@ Cancellation and deadlines of a call end its turn, and so both legs' connections
 import asyncio
 import contextlib
 import logging
-from collections import deque
-from collections.abc import AsyncIterator, Sequence
-from typing import Any, Final, NoReturn
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf import any_pb2, duration_pb2
-from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+from google.protobuf import duration_pb2
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
-from grpc_status import rpc_status
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router.conversation import (
@@ -26,207 +25,24 @@ from kvturn_router.conversation import (
     checked_absence_s,
     checked_name,
 )
-from kvturn_router.engine_http import Exchange
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import Fleet
 from kvturn_router.forward import Forwarder
 from kvturn_router.gate import Gate
-from kvturn_router.intake import CHAT, Intake, TurnRequest
+from kvturn_router.grpc_answer import GrpcAnswer
+from kvturn_router.grpc_errors import Context, abort
+from kvturn_router.intake import CHAT, COMPLETIONS, Intake, TurnRequest
 from kvturn_router.lease_client import proto_verdict
-from kvturn_router.spans import find_member
-from kvturn_router.sse import DONE, EventSplitter, payload
 
 logger = logging.getLogger("kvturn.router.grpc")
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
-ERROR_DOMAIN: Final = "kvturn.v1"
 _SERVICE: Final = "kvturn.v1.RouterService"
-_BODY_SHOWN_MAX: Final = 4096
-_WAITING_MAX: Final = 64
 
-_CODES: Final = {
-    400: grpc.StatusCode.INVALID_ARGUMENT,
-    401: grpc.StatusCode.UNAUTHENTICATED,
-    403: grpc.StatusCode.PERMISSION_DENIED,
-    404: grpc.StatusCode.NOT_FOUND,
-    408: grpc.StatusCode.DEADLINE_EXCEEDED,
-    409: grpc.StatusCode.ABORTED,
-    413: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    415: grpc.StatusCode.INVALID_ARGUMENT,
-    422: grpc.StatusCode.INVALID_ARGUMENT,
-    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    499: grpc.StatusCode.CANCELLED,
-    501: grpc.StatusCode.UNIMPLEMENTED,
-    502: grpc.StatusCode.UNAVAILABLE,
-    503: grpc.StatusCode.UNAVAILABLE,
-    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+_PATHS: Final = {
+    router_pb2.API_UNSPECIFIED: CHAT,
+    router_pb2.API_CHAT_COMPLETIONS: CHAT,
+    router_pb2.API_COMPLETIONS: COMPLETIONS,
 }
-
-
-def status_code(http_status: int) -> grpc.StatusCode:
-    """Returns the gRPC code of an HTTP error status."""
-    code = _CODES.get(http_status)
-    if code is not None:
-        return code
-    client = 400 <= http_status < 500
-    return grpc.StatusCode.FAILED_PRECONDITION if client else grpc.StatusCode.INTERNAL
-
-
-async def abort(context: Context, error: TurnError) -> NoReturn:
-    """Ends a call with an error's status and ErrorInfo."""
-    code = status_code(error.status)
-    info = error_details_pb2.ErrorInfo(
-        reason=error.reason,
-        domain=ERROR_DOMAIN,
-        metadata={
-            "http_status": str(error.status),
-            "body": error.body().decode(errors="replace")[:_BODY_SHOWN_MAX],
-        },
-    )
-    if error.param is not None:
-        info.metadata["field"] = error.param
-    detail = any_pb2.Any()
-    detail.Pack(info)
-    number: int = code.value[0]
-    rich = rpc_status.to_status(
-        status_pb2.Status(code=number, message=error.message, details=[detail])
-    )
-    await context.abort(code, error.message, rich.trailing_metadata)
-    raise AssertionError("abort raises")
-
-
-class _Parts:
-    """A turn's answer on its way to a gRPC stream."""
-
-    def __init__(self) -> None:
-        self.report: TurnReport | None = None
-        self.status = 0
-        self.error: TurnError | None = None
-        self.ended = False
-        self._events: bool = False
-        self._pieces: list[bytes] = []
-        self._splitter = EventSplitter()
-        self._chunks: deque[str] = deque()
-        self._flow: Exchange | None = None
-        self._paused = False
-        self._ready = asyncio.Event()
-
-    # Called by the forwarder
-
-    def start(
-        self,
-        report: TurnReport,
-        status: int,
-        headers: Sequence[tuple[bytes, bytes]],
-        length: int | None,
-        flow: Exchange | None,
-    ) -> None:
-        """Begins the answer."""
-        del length
-        self.report = report
-        self.status = status
-        self._flow = flow
-        self._events = any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in headers
-        )
-        self._ready.set()
-
-    def write(self, data: bytes, last: bool) -> None:
-        """Takes more of the body."""
-        if self._events:
-            try:
-                for event in self._splitter.feed(data):
-                    self._take(payload(event))
-            except (ValueError, UnicodeDecodeError) as fault:
-                self.error = TurnError(502, f"The stream cannot be read: {fault}.", reason="STREAM")
-        else:
-            self._pieces.append(data)
-        if last:
-            self.ended = True
-        if len(self._chunks) > _WAITING_MAX and self._flow is not None and not self._paused:
-            self._paused = True
-            self._flow.pause()
-        self._ready.set()
-
-    def fail(self, error: TurnError) -> None:
-        """Ends a begun answer that will not be whole."""
-        self.finish(error)
-
-    def _take(self, text: bytes) -> None:
-        if not text or text == DONE:
-            return
-        error = find_member(text, (0, len(text)), "error")
-        if error is not None and text[error[0] : error[1]] != b"null":
-            self.error = _in_stream_error(text, error)
-        else:
-            self._chunks.append(text.decode())
-
-    # Called by the servicer
-
-    def finish(self, error: TurnError | None) -> None:
-        """Notes that the turn is over; `error` is what ended it early, if anything did."""
-        if error is not None:
-            self.error = self.error or error
-        self.ended = True
-        self._ready.set()
-
-    def body(self) -> str:
-        """Returns the whole body."""
-        return b"".join(self._pieces).decode(errors="replace")
-
-    async def next_chunk(self) -> str | None:
-        """Returns the next chunk, None at the end. Raises TurnError."""
-        while not self._chunks:
-            if self.error is not None:
-                raise self.error
-            if self.ended:
-                return None
-            await self._wait()
-        chunk = self._chunks.popleft()
-        if self._paused and not self._chunks and self._flow is not None:
-            self._paused = False
-            self._flow.resume()
-        return chunk
-
-    async def begun(self) -> TurnReport:
-        """Waits for the answer to begin. Raises TurnError."""
-        while self.report is None:
-            if self.error is not None:
-                raise self.error
-            await self._wait()
-        return self.report
-
-    async def whole(self) -> None:
-        """Waits for the end of the answer. Raises TurnError."""
-        while not self.ended:
-            await self._wait()
-        if self.error is not None:
-            raise self.error
-
-    async def _wait(self) -> None:
-        self._ready.clear()
-        await self._ready.wait()
-
-
-def _in_stream_error(text: bytes, span: tuple[int, int]) -> TurnError:
-    code = find_member(text, span, "code")
-    digits = text[code[0] : code[1]] if code is not None else b""
-    status = int(digits) if digits.isdigit() and 400 <= int(digits) <= 599 else 500
-    return _StreamedError(status, text)
-
-
-class _StreamedError(TurnError):
-    """An error that the engine sent as an event of its stream."""
-
-    def __init__(self, status: int, text: bytes) -> None:
-        super().__init__(status, "the engine ended its stream with an error", reason="ENGINE_ERROR")
-        self._text = text
-
-    def body(self) -> bytes:
-        """Returns the event's own text."""
-        return self._text
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
@@ -250,15 +66,16 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Chat(  # type: ignore[override]
         self, request: router_pb2.ChatRequest, context: Context
     ) -> None:
-        """Serves one chat turn as a stream of the engine's own chunks."""
+        """Serves one turn as a stream of the engine's own chunks."""
         try:
             turn = self._turn(request, context, stream=True)
-            async with self._serving(turn) as parts:
-                report = await parts.begun()
+            async with self._serving(turn) as answer:
+                report = await answer.begun()
+                await _send_metadata(context, turn, answer)
                 await context.write(
                     router_pb2.ChatResponse(report=_report_message(turn.key, report))
                 )
-                while (chunk := await parts.next_chunk()) is not None:
+                while (chunk := await answer.next_chunk()) is not None:
                     await context.write(router_pb2.ChatResponse(chunk_json=chunk))
         except TurnError as error:
             await abort(context, error)
@@ -266,14 +83,15 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
     async def Complete(
         self, request: router_pb2.CompleteRequest, context: Context
     ) -> router_pb2.CompleteResponse:
-        """Serves one chat turn as a whole answer."""
+        """Serves one turn as a whole answer."""
         try:
             turn = self._turn(request, context, stream=False)
-            async with self._serving(turn) as parts:
-                report = await parts.begun()
-                await parts.whole()
+            async with self._serving(turn) as answer:
+                report = await answer.begun()
+                body = await answer.whole()
+                await _send_metadata(context, turn, answer)
                 return router_pb2.CompleteResponse(
-                    report=_report_message(turn.key, report), body_json=parts.body()
+                    report=_report_message(turn.key, report), body_json=body
                 )
         except TurnError as error:
             await abort(context, error)
@@ -340,13 +158,22 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 reason="BODY_TOO_LARGE",
                 param="body_json",
             )
+        path = _PATHS.get(request.api)
+        if path is None:
+            raise bad_field("api", f"api {request.api} is not known.")
         if request.reuse not in ("", "on", "off"):
             raise bad_field("reuse", 'reuse must be "off" or empty.')
+        if request.scope and request.conversation_id:
+            raise bad_field("scope", "scope and conversation_id exclude each other.")
         headers = _headers(context)
         if request.reuse:
             headers["x-kvturn-reuse"] = request.reuse
         return self._intake.turn(
-            CHAT, body, headers, conversation_id=request.conversation_id, stream=stream
+            path,
+            body,
+            headers,
+            conversation_id=request.conversation_id or request.scope,
+            stream=stream,
         )
 
     def _key(self, conversation_id: str, model: str, context: Context) -> ConversationKey:
@@ -357,27 +184,27 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         )
 
     @contextlib.asynccontextmanager
-    async def _serving(self, turn: TurnRequest) -> AsyncIterator[_Parts]:
-        """Serves a turn beside the caller, who reads its parts; ends it when the caller leaves."""
+    async def _serving(self, turn: TurnRequest) -> AsyncIterator[GrpcAnswer]:
+        """Serves a turn beside the caller, who reads its answer; ends it when the caller leaves."""
         self._gate.enter()
-        parts = _Parts()
-        task = asyncio.get_running_loop().create_task(self._serve(turn, parts))
+        answer = GrpcAnswer()
+        task = asyncio.get_running_loop().create_task(self._serve(turn, answer))
         task.add_done_callback(lambda _: self._gate.leave())
         try:
-            yield parts
+            yield answer
         finally:
             task.cancel()
 
-    async def _serve(self, turn: TurnRequest, parts: _Parts) -> None:
+    async def _serve(self, turn: TurnRequest, answer: GrpcAnswer) -> None:
         try:
-            await self._forwarder.serve(turn, parts)
+            await self._forwarder.serve(turn, answer)
         except TurnError as error:
-            parts.finish(error)
+            answer.finish(error)
         except Exception:
             logger.exception("a call ended in a fault of the router")
-            parts.finish(TurnError(500, "The router failed.", reason="INTERNAL"))
+            answer.finish(TurnError(500, "The router failed.", reason="INTERNAL"))
         else:
-            parts.finish(None)
+            answer.finish(None)
 
 
 class GrpcFront:
@@ -393,13 +220,18 @@ class GrpcFront:
         fleet: Fleet,
         *,
         body_bytes_max: int,
+        head_bytes_max: int,
         shares_port: bool = False,
     ) -> None:
         self._fleet = fleet
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
             options=(
-                ("grpc.max_receive_message_length", body_bytes_max + (1 << 20)),
+                # A message above this is refused by gRPC itself, without ErrorInfo; up to it the
+                # servicer says which limit a body is above.
+                ("grpc.max_receive_message_length", 2 * body_bytes_max + (1 << 20)),
+                ("grpc.max_metadata_size", head_bytes_max),
+                ("grpc.absolute_max_metadata_size", head_bytes_max),
                 ("grpc.max_send_message_length", -1),
                 # Two routers on one port must not share it unnoticed.
                 ("grpc.so_reuseport", int(shares_port)),
@@ -411,7 +243,7 @@ class GrpcFront:
                 ("grpc.http2.max_ping_strikes", 0),
             )
         )
-        router_pb2_grpc.add_RouterServiceServicer_to_server(servicer, self._server)
+        self._server.add_generic_rpc_handlers((_handlers(servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -442,10 +274,57 @@ class GrpcFront:
         await self._server.stop(grace_s)
 
 
+def _handlers(servicer: RouterServicer) -> "grpc.GenericRpcHandler[Any, Any]":
+    """Returns the service's methods; a message that cannot be read gets the status of a bad body.
+
+    The generated registration would leave that to gRPC, which calls it UNKNOWN.
+    """
+    handlers = {}
+    for method in router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods:
+        make = (
+            grpc.unary_stream_rpc_method_handler
+            if method.server_streaming
+            else grpc.unary_unary_rpc_method_handler
+        )
+        handlers[method.name] = make(
+            _checked(getattr(servicer, method.name)),
+            request_deserializer=_reader(GetMessageClass(method.input_type)),
+            response_serializer=GetMessageClass(method.output_type).SerializeToString,
+        )
+    return grpc.method_handlers_generic_handler(_SERVICE, handlers)
+
+
+def _reader(kind: type[Message]) -> Callable[[bytes], Message | str]:
+    def read(data: bytes) -> Message | str:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return str(error)
+
+    return read
+
+
+def _checked(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+    async def call(request: Message | str, context: Context) -> Any:
+        if isinstance(request, str):
+            await abort(context, TurnError(400, f"{request}.", reason="MESSAGE_INVALID"))
+        return await method(request, context)
+
+    return call
+
+
+async def _send_metadata(context: Context, turn: TurnRequest, answer: GrpcAnswer) -> None:
+    metadata = answer.metadata(turn.request_id)
+    if metadata:
+        await context.send_initial_metadata(metadata)
+
+
 def _headers(context: Context) -> dict[str, str]:
-    return {
-        name: value for name, value in context.invocation_metadata() or () if isinstance(value, str)
-    }
+    headers: dict[str, str] = {}
+    for name, value in context.invocation_metadata() or ():
+        if isinstance(value, str):
+            headers[name] = f"{headers[name]}, {value}" if name in headers else value
+    return headers
 
 
 def _report_message(key: ConversationKey, report: TurnReport) -> common_pb2.TurnReport:
