@@ -11,6 +11,10 @@ from collections.abc import Sequence
 
 import uvloop
 
+from kvturn.keys import watched_keys
+from kvturn.lease_access import lease_access
+from kvturn.tls import ClientTls, ServerTls
+from kvturn.watched import warn_of_open_secrets
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.conversation import ConversationBook
 from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
@@ -20,6 +24,7 @@ from kvturn_router.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.http_front import HttpFront
 from kvturn_router.http_wire import Listener, WireLimits
 from kvturn_router.intake import Intake
+from kvturn_router.keys import ApiKeys
 from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import Legs, RequestIds
 from kvturn_router.server import ListenError, RouterServer
@@ -56,6 +61,7 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    warn_of_open_secrets(config.secrets_files)
     try:
         if config.workers > 1:
             return asyncio.run(_supervise(config, argv))
@@ -117,7 +123,8 @@ async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bo
     await server.start()
     _collect_rarely()
     grpc = f", grpc {config.host}:{server.grpc_port}" if server.grpc_port is not None else ""
-    print(f"router listening on http://{config.host}:{server.port}{grpc}", flush=True)
+    scheme = "http" if config.tls is None else "https"
+    print(f"router listening on {scheme}://{config.host}:{server.port}{grpc}", flush=True)
     await stop.wait()
     await server.stop()
     _ignore_signals()  # the last spans are still to be sent
@@ -143,6 +150,7 @@ def compose(
             config.lease,
             question_deadline_ms=config.question_deadline_ms,
             clock_ns=boottime_ns,
+            access=lease_access(config.lease_tls, config.lease_token_file, "--lease-token-file"),
         )
         if config.lease
         else None
@@ -158,7 +166,12 @@ def compose(
         lease=lease,
         stock=StockReuse(handles, legs, boottime_ns) if config.stock_reuse else None,
     )
-    intake = Intake(config.tenant_header, _new_conversation_id)
+    keys = config.api_keys_file
+    intake = Intake(
+        config.tenant_header,
+        _new_conversation_id,
+        ApiKeys(watched_keys("--api-keys-file", keys)) if keys is not None else None,
+    )
     gate = Gate(config.turns_max)
     front = HttpFront(
         intake=intake,
@@ -177,6 +190,7 @@ def compose(
         lease=lease,
         grpc=_grpc(config, intake, forwarder, book, gate, fleet, shares_ports),
         shares_ports=shares_ports,
+        tls=None if config.tls is None else ServerTls(config.tls),
     )
 
 
@@ -208,10 +222,12 @@ def _grpc(
 
 
 def _fleet(config: RouterConfig) -> Fleet:
+    tls = ClientTls(config.engine_tls)
+
     def engines(role: str) -> list[Engine]:
         addresses = config.prefills if role == PREFILL else config.decodes
         return [
-            Engine(address, role, connect_timeout_s=config.connect_timeout_s)
+            Engine(address, role, connect_timeout_s=config.connect_timeout_s, tls=tls)
             for address in addresses
         ]
 

@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
+from kvturn.keys import parse_keys
+from kvturn.lease_access import lease_access
+from kvturn.tls import ClientTls, ServerTls, TlsFiles
+from kvturn.watched import FileFault
 from kvturn_router.fleet import EngineAddress, engine_address
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
@@ -65,6 +69,19 @@ class RouterConfig:
     """Lower-case name of the header that names the tenant, None to use API keys."""
     engine_authorization: bytes | None
     """Authorization header that engines get instead of the client's, None to pass that on."""
+    api_keys_file: Path | None
+    """Keys of which a client must bring one, and the tenant of each; None lets engines judge."""
+    admin_keys_file: Path | None
+    """Keys of operators; None for no admin routes."""
+    tls: TlsFiles | None
+    """Certificate and key of both fronts, and the authorities of clients' certificates; None for
+    no TLS."""
+    engine_tls: TlsFiles
+    """For engines at https:// addresses: the authorities of theirs, and a certificate of ours."""
+    lease_tls: TlsFiles
+    """The same for the lease service; without authorities there is no TLS."""
+    lease_token_file: Path | None
+    """The token that shows the lease service who calls."""
     otlp_endpoint: str | None
     """Where spans go, None for nowhere."""
     connect_timeout_s: float
@@ -83,6 +100,17 @@ class RouterConfig:
     """How long running turns may go on after SIGTERM."""
     log_level: str
     """Least level that is logged."""
+
+    @property
+    def secrets_files(self) -> tuple[Path, ...]:
+        """Files that nobody else should be able to read."""
+        files = (
+            self.api_keys_file,
+            self.admin_keys_file,
+            self.lease_token_file,
+            *(each.key for each in (self.tls, self.engine_tls, self.lease_tls) if each),
+        )
+        return tuple(file for file in files if file is not None)
 
 
 class _Flag(NamedTuple):
@@ -163,6 +191,10 @@ def _one_of(*words: str) -> Callable[[str], str]:
     return read
 
 
+def _file(text: str) -> Path:
+    return Path(_text(text))
+
+
 def _key_file(text: str) -> bytes:
     try:
         key = Path(text).read_text().strip()
@@ -199,6 +231,18 @@ _FLAGS: Final = (
     _Flag("max-conversations", _whole(1, _COUNT_MAX), 100_000, "N", "conversations remembered"),
     _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
     _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
+    _Flag("api-keys-file", _file, None, "FILE", "API keys of clients, a line each: KEY [TENANT]"),
+    _Flag("admin-keys-file", _file, None, "FILE", "keys of operators, a line each: KEY [NAME]"),
+    _Flag("tls-cert", _file, None, "FILE", "certificate of both fronts; turns TLS on"),
+    _Flag("tls-key", _file, None, "FILE", "its key"),
+    _Flag("tls-client-ca", _file, None, "FILE", "authorities of certificates clients must show"),
+    _Flag("engine-ca", _file, None, "FILE", "authorities of https engines, else the system's"),
+    _Flag("engine-cert", _file, None, "FILE", "our certificate for engines that ask for one"),
+    _Flag("engine-key", _file, None, "FILE", "its key"),
+    _Flag("lease-ca", _file, None, "FILE", "authorities of the lease service; turns TLS to it on"),
+    _Flag("lease-cert", _file, None, "FILE", "our certificate for the lease service"),
+    _Flag("lease-key", _file, None, "FILE", "its key"),
+    _Flag("lease-token-file", _file, None, "FILE", "token that we show the lease service"),
     _Flag("otlp-endpoint", _endpoint, None, "URL", "OTLP gRPC endpoint for traces"),
     _Flag("connect-timeout-s", _seconds(0.01), 3.0, "S", "wait for a connection to an engine"),
     _Flag("prefill-timeout-s", _seconds(0.1), 300.0, "S", "silence of prefill"),
@@ -210,8 +254,8 @@ _FLAGS: Final = (
     _Flag("log-level", _one_of(*_LOG_LEVELS), "info", "LEVEL", "least level that is logged"),
 )
 _REPEATED: Final = (
-    _Flag("prefill", _engines, (), "URL", "prefill engine, http://HOST:PORT; repeatable"),
-    _Flag("decode", _engines, (), "URL", "decode engine, http://HOST:PORT; repeatable"),
+    _Flag("prefill", _engines, (), "URL", "prefill engine, http(s)://HOST:PORT; repeatable"),
+    _Flag("decode", _engines, (), "URL", "decode engine, http(s)://HOST:PORT; repeatable"),
 )
 _SWITCHES: Final = (
     _Flag("no-grpc", _switch, False, "", "no gRPC front"),
@@ -260,6 +304,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
     if values["otlp_endpoint"] is None and environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
         values["otlp_endpoint"] = environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/")
     _refuse_contradictions(values)
+    _refuse_files(values)
     return RouterConfig(
         host=values["host"],
         port=values["port"],
@@ -279,6 +324,12 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         conversations_max=values["max_conversations"],
         tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
         engine_authorization=values["engine_api_key_file"],
+        api_keys_file=values["api_keys_file"],
+        admin_keys_file=values["admin_keys_file"],
+        tls=_tls_files(values, "tls", "client_ca") if _listens_with_tls(values) else None,
+        engine_tls=_tls_files(values, "engine", "ca"),
+        lease_tls=_tls_files(values, "lease", "ca"),
+        lease_token_file=values["lease_token_file"],
         otlp_endpoint=values["otlp_endpoint"],
         connect_timeout_s=values["connect_timeout_s"],
         prefill_timeout_s=values["prefill_timeout_s"],
@@ -313,6 +364,37 @@ def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
             raise ConfigError(
                 f"{name} is not a setting; did you mean {close} (--{flags[close].name})?"
             )
+
+
+def _tls_files(values: Mapping[str, Any], side: str, ca: str) -> TlsFiles:
+    names = (f"{side}_cert", f"{side}_key", f"{side}_{ca}")
+    cert, key, authorities = (values[name] for name in names)
+    cert_flag, key_flag, ca_flag = ("--" + name.replace("_", "-") for name in names)
+    return TlsFiles(cert, key, authorities, (cert_flag, key_flag, ca_flag))
+
+
+def _listens_with_tls(values: Mapping[str, Any]) -> bool:
+    return any(values[name] for name in ("tls_cert", "tls_key", "tls_client_ca"))
+
+
+def _refuse_files(values: Mapping[str, Any]) -> None:
+    """Reads what will be read again when it changes, so that it is refused at start."""
+    if values["api_keys_file"] and values["tenant_header"]:
+        raise ConfigError(
+            "--tenant-header and --api-keys-file exclude each other: the key names the tenant"
+        )
+    try:
+        for name in ("api_keys_file", "admin_keys_file"):
+            if values[name]:
+                parse_keys("--" + name.replace("_", "-"), values[name])
+        if _listens_with_tls(values):
+            ServerTls(_tls_files(values, "tls", "client_ca"))
+        ClientTls(_tls_files(values, "engine", "ca"))
+        lease_access(
+            _tls_files(values, "lease", "ca"), values["lease_token_file"], "--lease-token-file"
+        )
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

@@ -248,11 +248,16 @@ class GrpcFront:
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
 
-    async def start(self, host: str, port: int) -> int:
-        """Listens; returns the port. Raises OSError if it cannot."""
+    async def start(
+        self, host: str, port: int, credentials: grpc.ServerCredentials | None = None
+    ) -> int:
+        """Listens, with `credentials` over TLS; returns the port. Raises OSError if it cannot."""
         shown = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{shown}:{port}")
+            if credentials is None:
+                bound = self._server.add_insecure_port(f"{shown}:{port}")
+            else:
+                bound = self._server.add_secure_port(f"{shown}:{port}", credentials)
         except RuntimeError as error:
             raise OSError(str(error)) from None
         if not bound:

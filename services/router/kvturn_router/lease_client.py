@@ -14,6 +14,7 @@ import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
 
+from kvturn.lease_access import LeaseAccess
 from kvturn.lease_channels import LeaseChannels, Metadata, Unanswered
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.conversation import ConversationKey
@@ -58,8 +59,9 @@ class LeaseClient:
         *,
         question_deadline_ms: int,
         clock_ns: Callable[[], int],
+        access: LeaseAccess | None = None,
     ) -> None:
-        self._channels = LeaseChannels(endpoints, clock_ns)
+        self._channels = LeaseChannels(endpoints, clock_ns, access)
         self._names = ", ".join(endpoints)
         self._question_s = question_deadline_ms / 1000
         self._answering = True

@@ -7,6 +7,7 @@ import resource
 import socket
 from typing import Final
 
+from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
 from kvturn_router.errors import TurnError
 from kvturn_router.fleet import Fleet
@@ -18,6 +19,8 @@ from kvturn_router.lease_client import LeaseClient
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
+_HANDSHAKE_S: Final = 10.0
+"""How long a client may take for a TLS handshake."""
 _LAST_WORDS_S: Final = 0.5
 """How long clients have to take the error that ends their stream."""
 
@@ -44,9 +47,11 @@ class RouterServer:
         lease: LeaseClient | None,
         grpc: GrpcFront | None,
         shares_ports: bool = False,
+        tls: ServerTls | None = None,
     ) -> None:
         self._config = config
         self._shares_ports = shares_ports
+        self._tls = tls
         self._listener = listener
         self._fleet = fleet
         self._forwarder = forwarder
@@ -71,6 +76,8 @@ class RouterServer:
                 self._config.port,
                 backlog=_BACKLOG,
                 reuse_port=self._shares_ports,
+                ssl=None if self._tls is None else self._tls.context(),
+                ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
             )
         except OSError as error:
             raise cannot_listen(host, self._config.port, error) from None
@@ -88,7 +95,8 @@ class RouterServer:
             if not self._shares_ports:
                 # gRPC's own error says neither what failed nor why.
                 _try_address(host, port)
-            self.grpc_port = await grpc.start(host, port)
+            credentials = None if self._tls is None else self._tls.credentials()
+            self.grpc_port = await grpc.start(host, port, credentials)
         except OSError as error:
             await self._close_listener()
             raise cannot_listen(host, port, error) from None
