@@ -6,7 +6,7 @@ Everything runs in the test's own event loop, on free ports of 127.0.0.1.
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -152,14 +152,26 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     touches: list[tuple[str, int]] = field(default_factory=list)
     ended: list[common_pb2.ConversationKey] = field(default_factory=list)
     kept: list[lease_pb2.KeepConversationAliveRequest] = field(default_factory=list)
+    engines: list[lease_pb2.Engine] = field(default_factory=list)
+    """Those that its next session announces."""
+    withholds: bool = False
+    """Whether turns that begin on a session are taken note of and not answered."""
+    hellos: list[lease_pb2.RouterHello] = field(default_factory=list)
+    """One per session that began."""
+    begun: list[lease_pb2.BeginTurn] = field(default_factory=list)
+    turns_ended: list[lease_pb2.EndTurn] = field(default_factory=list)
+    batches: int = 0
+    """Messages that came on sessions."""
     asked: list[str] = field(default_factory=list)
     address: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def start(self) -> "FakeLease":
+    async def start(self, port: int = 0) -> "FakeLease":
+        """Serves, on the port given, else on a free one."""
+        self._sessions: set[Any] = set()
         self._server = grpc.aio.server()
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
         await self._server.start()
         return self
 
@@ -205,6 +217,56 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
             http_address=self.http_address,
             longest_read=_milliseconds(self.longest_read_ms),
         )
+
+    async def RouterSession(self, request_iterator: Any, context: Any) -> None:
+        await self._answerable(context)
+        self._sessions.add(context)
+        try:
+            async for request in request_iterator:
+                while self.silent:  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+                await self._take(request, context)
+        finally:
+            self._sessions.discard(context)
+
+    async def _take(self, request: lease_pb2.RouterSessionRequest, context: Any) -> None:
+        response = lease_pb2.RouterSessionResponse()
+        if request.HasField("hello"):
+            self.hellos.append(request.hello)
+            response.welcome.longest_read.CopyFrom(_milliseconds(self.longest_read_ms))
+            response.engines.extend(self.engines)
+        self.batches += 1
+        self.begun.extend(request.begin_turns)
+        self.turns_ended.extend(request.end_turns)
+        if not self.withholds:
+            response.turns.extend(self.answer_to(begin) for begin in request.begin_turns)
+        if response.turns or response.HasField("welcome"):
+            await context.write(response)
+        self.changed.set()
+
+    def answer_to(self, begin: lease_pb2.BeginTurn) -> lease_pb2.TurnBegun:
+        """Returns what it answers a turn that begins on a session."""
+        number = common_pb2.Verdict.Value(f"VERDICT_{self.verdict}")
+        return lease_pb2.TurnBegun(
+            turn_id=begin.turn_id,
+            conversation_id=begin.conversation.conversation_id,
+            turn=len(self.begun),
+            lease_id=self.lease_id,
+            verdict=None if self.lease_id else number,
+            http_address=self.http_address,
+        )
+
+    async def push(self, **members: Any) -> None:
+        """Sends a message on every session."""
+        for context in list(self._sessions):
+            await context.write(lease_pb2.RouterSessionResponse(**members))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Waits until a condition holds that a message may bring about."""
+        async with asyncio.timeout(GUARD_S):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
 
     async def TouchConversation(self, request: Any, context: Any) -> Any:
         await self._answerable(context)
