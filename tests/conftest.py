@@ -17,6 +17,6 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Asked for each test; there is one loop for it, so its name does not grow."""
     del config
-    if item.path.name.startswith(("test_router_", "test_fidelity_")):
+    if item.path.name.startswith(("test_router_", "test_fidelity_", "test_clients")):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
