@@ -24,6 +24,7 @@ from kvturn.tls import ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_lease.callers import Role
 from kvturn_lease.etcd.config import EtcdConfig
+from kvturn_lease.routers import RouterLimits
 from kvturn_lease.usage import Limits
 
 if TYPE_CHECKING:
@@ -214,9 +215,12 @@ class LeaseConfig:
     lessor: LessorConfig = field(default_factory=LessorConfig)
     """The core's."""
     queued_messages_max: int = 32_768
-    """Messages that wait for one engine to read them before its stream is ended."""
+    """What may wait for one engine or router to read it before its stream is ended: messages for
+    an engine; turns and engines for a router."""
+    routers: RouterLimits = field(default_factory=RouterLimits)
+    """Limits of the routers' sessions."""
     questions_max: int = 10_000
-    """Calls in progress besides the engines' session streams."""
+    """Calls in progress besides the session streams of engines and routers."""
     message_bytes_max: int = 256 * 1024 * 1024
     """Largest message taken: a Register with a full inventory."""
     shutdown_grace_ns: int = 500 * _MILLISECOND_NS

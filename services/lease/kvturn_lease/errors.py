@@ -92,6 +92,16 @@ class EnginesExhausted(LeaseServiceError):
         super().__init__(f"at most {engines_max} engines may have a session", limit=engines_max)
 
 
+class RoutersExhausted(LeaseServiceError):
+    """As many routers as the service takes have a session."""
+
+    code = "RESOURCE_EXHAUSTED"
+    reason = "ROUTERS_EXHAUSTED"
+
+    def __init__(self, routers_max: int) -> None:
+        super().__init__(f"at most {routers_max} routers may have a session", limit=routers_max)
+
+
 class LeaseNotFound(LeaseServiceError):
     """No live session holds a lease of this id."""
 
@@ -163,15 +173,25 @@ class RegisterLate(LeaseServiceError):
         super().__init__("no Register came within the session TTL")
 
 
+class HelloLate(LeaseServiceError):
+    """A router's session stream on which no hello came."""
+
+    code = "DEADLINE_EXCEEDED"
+    reason = "HELLO_LATE"
+
+    def __init__(self) -> None:
+        super().__init__("no hello came within the session TTL")
+
+
 class StreamSlow(LeaseServiceError):
-    """An engine that does not read its session stream."""
+    """An engine or a router that does not read its session stream."""
 
     code = "RESOURCE_EXHAUSTED"
     reason = "STREAM_SLOW"
 
     def __init__(self, queued_max: int) -> None:
         super().__init__(
-            f"{queued_max} messages wait for the engine to read them; register again",
+            f"{queued_max} messages wait to be read; open the session again",
             limit=queued_max,
         )
 

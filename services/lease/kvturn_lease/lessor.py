@@ -446,6 +446,11 @@ class Lessor:
 
     # ---- conversations -------------------------------------------------------------------
 
+    def knows(self, key: ConversationKey, now_ns: int) -> bool:
+        """Tells whether this term or an earlier one knows the conversation."""
+        self._advance(now_ns)
+        return self._known(key) is not None
+
     def awaits_turn(self, key: ConversationKey, turn: int, now_ns: int) -> bool:
         """Returns True if a retention of `turn` or later has yet to be announced.
 

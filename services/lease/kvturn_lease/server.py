@@ -50,7 +50,7 @@ class LeaseServer:
         self._server = grpc.aio.server(
             interceptors=interceptors,
             options=_options(config),
-            maximum_concurrent_rpcs=config.lessor.engines_max + config.questions_max,
+            maximum_concurrent_rpcs=_calls_max(config),
         )
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
@@ -87,6 +87,10 @@ class LeaseServer:
         await self._health.enter_graceful_shutdown()
         self._servicer.close()
         await self._server.stop(self._config.shutdown_grace_ns / _SECOND_NS)
+
+
+def _calls_max(config: LeaseConfig) -> int:
+    return config.lessor.engines_max + config.routers.sessions + config.questions_max
 
 
 def _options(config: LeaseConfig) -> list[tuple[str, int]]:

@@ -12,27 +12,32 @@ import functools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import grpc
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
+from kvturn.recognition import Recognition
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
 from kvturn_lease import wire
-from kvturn_lease.effects import Announced, EndSession, Record, SendToEngine
+from kvturn_lease.effects import Announced, EndSession, EngineChanged, Record, SendToEngine
 from kvturn_lease.errors import (
+    HelloLate,
     InvalidArgument,
     LeaseServiceError,
+    NotLeader,
     RegisterLate,
     ShuttingDown,
     StoreUnavailable,
 )
+from kvturn_lease.router_sessions import RouterSessions
+from kvturn_lease.routers import Routers
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.status import abort
 from kvturn_lease.telemetry import caller_context
+from kvturn_lease.turn_reports import TurnReports
 
 if TYPE_CHECKING:
-    from collections.abc import Awaitable, Callable, Iterator
+    from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 
     from kvturn_lease.callers import Callers
     from kvturn_lease.config import LeaseConfig
@@ -86,8 +91,10 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         Without `lessor` and `store` it stands by until lead().
         """
         self._config = config
-        self._leading = lessor
-        self._store = store
+        self._leading: Lessor | None = None
+        self._store: Store | None = None
+        self._routers: RouterSessions | None = None
+        """Of the term that runs, or of the last one."""
         self._refusal: LeaseServiceError = StoreUnavailable()
         self._clock_ns = clock_ns
         self._tracer = tracer
@@ -97,6 +104,14 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
         self._closing = False
+        if lessor is not None and store is not None:
+            self._open_term(lessor, store)
+
+    def _open_term(self, lessor: Lessor, store: Store) -> None:
+        self._leading, self._store = lessor, store
+        recognition = Recognition(self._config.lessor.conversations_max)
+        routers = Routers(lessor, recognition, self._config.routers)
+        self._routers = RouterSessions(self._config, lessor, routers, TurnReports())
 
     @property
     def leads(self) -> bool:
@@ -106,14 +121,14 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def lead(self, lessor: Lessor, store: Store) -> None:
         """Answers out of `lessor` from now on."""
         assert self._leading is None
-        self._leading, self._store = lessor, store
+        self._open_term(lessor, store)
         self._arm_timer()
 
     def stand_by(self, refusal: LeaseServiceError) -> None:
         """Refuses everything with `refusal` from now on; a term that runs is over at once."""
         if self._leading is not None:
             self._leading.depose()
-            self._carry_out()
+            self._carry_out(self._clock_ns())
             self._leading = self._store = None
             self._arm_timer()
         self._refusal = refusal
@@ -129,6 +144,12 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         assert self._leading is not None
         return self._leading
 
+    @property
+    def _router_sessions(self) -> RouterSessions:
+        self.check_leading()
+        assert self._routers is not None
+        return self._routers
+
     def close(self) -> None:
         """Ends every session stream with UNAVAILABLE and takes no new one."""
         self._closing = True
@@ -136,15 +157,18 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             self._timer.cancel()
         for stream in list(self._streams.values()):
             stream.end(ShuttingDown())
+        if self._routers is not None:
+            self._routers.end_all(ShuttingDown())
 
     # ---- engine sessions -----------------------------------------------------------------
 
     @_aborts
     async def EngineSession(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
         """Holds one engine's session for as long as its stream."""
-        request = await self._first_message(context)
+        request = await self._first_message(context, RegisterLate())
         if request is None:
             return
+        assert isinstance(request, lease_pb2.EngineSessionRequest)
         session_id = wire.session_id(request)
         if self._callers is not None:
             self._callers.check_engine(session_id.engine_id, context)
@@ -158,40 +182,26 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             len(request.register.inventory),
         )
         del request  # a large inventory need not live as long as the session
-        reader = asyncio.create_task(self._receive(session_id, context))
-        writer = asyncio.create_task(stream.write_all(context.write))
-        error: BaseException | None = None
-        try:
-            done, _ = await asyncio.wait({reader, writer}, return_when=asyncio.FIRST_COMPLETED)
-            error = next((task.exception() for task in done if task.exception()), None)
-        finally:  # gRPC cancels this call when the connection breaks, also once more below
+
+        def on_end(why: str) -> None:
             self._end_session(session_id, stream)
             logger.info(
-                "engine %s: session %d ended: %s",
-                session_id.engine_id,
-                session_id.number,
-                error if isinstance(error, LeaseServiceError) else "its stream ended",
+                "engine %s: session %d ended: %s", session_id.engine_id, session_id.number, why
             )
-            reader.cancel()
-            writer.cancel()
-            await asyncio.gather(reader, writer, return_exceptions=True)
-        if isinstance(error, LeaseServiceError):
-            raise error
-        if error is not None and not context.done():
-            raise error
 
-    async def _first_message(self, context: Any) -> lease_pb2.EngineSessionRequest | None:
+        works = (self._receive(session_id, context), stream.write_all(context.write))
+        await _run_until_one_ends(works, on_end, context)
+
+    async def _first_message(self, context: Any, late: LeaseServiceError) -> Any:
+        """Returns the first message of a session, None if there is none."""
         if self._closing:
             raise ShuttingDown
         try:
             async with asyncio.timeout(self._config.lessor.session_ttl_ns / _SECOND_NS):
                 request = await context.read()
         except TimeoutError:
-            raise RegisterLate from None
-        if request is EOF:
-            return None
-        assert isinstance(request, lease_pb2.EngineSessionRequest)
-        return request
+            raise late from None
+        return None if request is EOF else request
 
     async def _register(
         self, session_id: SessionId, register: lease_pb2.RegisterEngine
@@ -295,18 +305,44 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             if self._leading is not None:
                 self._leading.close_session(session_id, now_ns)
 
-    # ---- routers -------------------------------------------------------------------------
+    # ---- router sessions -----------------------------------------------------------------
 
+    @_aborts
     async def RouterSession(self, request_iterator: Any, context: Any) -> None:  # type: ignore[override]
-        """Is not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "RouterSession is not served yet")
+        """Holds one router's session for as long as its stream."""
+        request = await self._first_message(context, HelloLate())
+        if request is None:
+            return
+        await context.send_initial_metadata(())
+        routers = self._router_sessions
+        with self._now() as now_ns:
+            session, stream = routers.open(request, now_ns)
+        router_id = request.hello.router_id
+        logger.info("router %s: session opened, turns in flight: %d", router_id, len(session.turns))
+        del request
 
+        def on_end(why: str) -> None:
+            turns = len(session.turns)
+            with self._now() as now_ns:
+                routers.close(session, now_ns)
+            logger.info("router %s: session ended with %d turns: %s", router_id, turns, why)
+
+        async def receive() -> None:
+            while (request := await context.read()) is not EOF:
+                with self._now() as now_ns:
+                    routers.receive(session, request, now_ns)
+
+        works = (receive(), stream.write_all(context.write), stream.until_ended())
+        await _run_until_one_ends(works, on_end, context)
+
+    @_aborts
     async def ListTurns(
         self, request: lease_pb2.ListTurnsRequest, context: Any
     ) -> lease_pb2.ListTurnsResponse:
-        """Is not served yet."""
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "ListTurns is not served yet")
-        raise AssertionError("abort returned")
+        """Returns what routers reported of a conversation's latest turns."""
+        key = wire.conversation_key(request.conversation, "conversation")
+        with self._now() as now_ns:
+            return self._router_sessions.turns(key, now_ns)
 
     # ---- questions -----------------------------------------------------------------------
 
@@ -394,7 +430,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         absence_ns = wire.absence_ns(request)
         _annotate(_naming(key))
         with self._now() as now_ns:
-            kept_ns = self._lessor.keep_alive(key, absence_ns, now_ns)
+            kept_ns = self._router_sessions.keep_alive(key, absence_ns, now_ns)
         return lease_pb2.KeepConversationAliveResponse(kept=wire.duration(kept_ns))
 
     @_aborts
@@ -405,7 +441,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         key = wire.conversation_key(request.conversation, "conversation")
         _annotate(_naming(key))
         with self._now() as now_ns:
-            ended = self._lessor.end_conversation(key, now_ns)
+            ended = self._router_sessions.end_conversation(key, now_ns)
         return lease_pb2.EndConversationResponse(leases_ended=ended)
 
     @_aborts
@@ -470,39 +506,54 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     @contextlib.contextmanager
     def _now(self) -> Iterator[int]:
         """Reads the clock for one step of the lessor and carries out what it asks for."""
+        now_ns = self._clock_ns()
         try:
-            yield self._clock_ns()
+            yield now_ns
         finally:
-            self._carry_out()
+            self._carry_out(now_ns)
             self._arm_timer()
 
-    def _carry_out(self) -> None:
-        lessor = self._leading
+    def _carry_out(self, now_ns: int) -> None:
+        lessor, routers = self._leading, self._routers
         if lessor is None:
             return
+        assert routers is not None
         changes: list[Change] = []
-        for effect in lessor.drain():
-            match effect:
-                case SendToEngine(session=session_id):
-                    stream = self._streams.get(session_id)
-                    if stream is not None:
-                        stream.send(wire.engine_message(effect, lessor.term, self._config.lessor))
-                case EndSession(session=session_id, error=error):
-                    stream = self._streams.get(session_id)
-                    if stream is not None:
-                        stream.end(error)
-                case Announced(retention=retention):
-                    for waiter in self._waiters.get(retention.conversation, ()):
-                        if not waiter.done():
-                            waiter.set_result(None)
-                case Record(change=change):
-                    changes.append(change)
+        while effects := lessor.drain():  # routers' answers can bring more
+            for effect in effects:
+                match effect:
+                    case SendToEngine():
+                        self._send(effect, lessor.term)
+                    case EndSession(session=session_id, error=error):
+                        stream = self._streams.get(session_id)
+                        if stream is not None:
+                            stream.end(error)
+                    case Announced(retention=retention):
+                        self._wake_waiters(retention.conversation)
+                        routers.announced(effect, now_ns)
+                    case EngineChanged(engine_id=engine_id):
+                        routers.engine_changed(engine_id, now_ns)
+                    case Record(change=change):
+                        changes.append(change)
+        if lessor.deposed:
+            routers.end_all(NotLeader())
+        routers.tell()
         if changes and self._store is not None:
             self._store.record(changes)
 
+    def _send(self, effect: SendToEngine, term: int) -> None:
+        stream = self._streams.get(effect.session)
+        if stream is not None:
+            stream.send(wire.engine_message(effect, term, self._config.lessor))
+
+    def _wake_waiters(self, key: ConversationKey) -> None:
+        for waiter in self._waiters.get(key, ()):
+            if not waiter.done():
+                waiter.set_result(None)
+
     def _arm_timer(self) -> None:
         """Sees to it that expire() is called when the next deadline comes."""
-        next_ns = None if self._leading is None else self._leading.next_deadline_ns()
+        next_ns = self._next_deadline_ns()
         if self._timer is not None:
             if next_ns is not None and self._timer_ns <= next_ns:
                 return  # wakes early enough, and will be armed anew then
@@ -513,11 +564,21 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             delay_s = max(0, next_ns - self._clock_ns()) / _SECOND_NS
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._on_timer)
 
+    def _next_deadline_ns(self) -> int | None:
+        if self._leading is None or self._routers is None:
+            return None
+        due_ns, turns_due_ns = self._leading.next_deadline_ns(), self._routers.next_deadline_ns()
+        if due_ns is None or turns_due_ns is None:
+            return due_ns if turns_due_ns is None else turns_due_ns
+        return min(due_ns, turns_due_ns)
+
     def _on_timer(self) -> None:
         self._timer = None
         with self._now() as now_ns:
-            if self._leading is not None:
+            if self._leading is not None and self._routers is not None:
                 self._leading.expire(now_ns)
+                if not self._leading.deposed:
+                    self._routers.expire(now_ns)
 
     async def _await_turn(self, key: ConversationKey, turn: int, wait_ns: int) -> None:
         """Waits until a retention of the turn is announced, for `wait_ns` at most."""
@@ -534,6 +595,24 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                         waiters.discard(waiter)
                         if not waiters:
                             self._waiters.pop(key, None)
+
+
+async def _run_until_one_ends(
+    works: Iterable[Coroutine[Any, Any, None]], on_end: Callable[[str], None], context: Any
+) -> None:
+    """Runs all works of a session, calls `on_end` as soon as one ends, and raises its error."""
+    tasks = [asyncio.create_task(work) for work in works]
+    error: BaseException | None = None
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        error = next((task.exception() for task in done if task.exception()), None)
+    finally:  # gRPC cancels this call when the connection breaks, also once more below
+        on_end(str(error) if isinstance(error, LeaseServiceError) else "its stream ended")
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    if error is not None and (isinstance(error, LeaseServiceError) or not context.done()):
+        raise error
 
 
 def _annotate(attributes: dict[str, str | int | float | bool]) -> None:

@@ -5,27 +5,32 @@ Readers raise InvalidArgument naming the field as the proto does, before anythin
 
 from __future__ import annotations
 
+import contextlib
 import re
 import sys
 from typing import TYPE_CHECKING, cast
 
 from google.protobuf.duration_pb2 import Duration
 
+from kvturn.recognition import POINTS_MAX
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, stretched_ns
 from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
 from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
 from kvturn_lease.errors import InvalidArgument
 from kvturn_lease.lease import LeaseId, Retention
+from kvturn_lease.routers import Beginning
 from kvturn_lease.session import EngineInfo, KvMemory, SessionId
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
 
     from kvturn_lease.config import LessorConfig
     from kvturn_lease.effects import SendToEngine
     from kvturn_lease.lease import LeaseView
     from kvturn_lease.lessor import ReadAnswer, Resolution
+    from kvturn_lease.routers import Begun, Retained
     from kvturn_lease.session import EngineView
     from kvturn_lease.verdict import Verdict
 
@@ -35,6 +40,8 @@ _LEASE_ID = re.compile(r"([^.]+)\.(0|[1-9]\d{0,19})\.([1-9]\d{0,19})", re.ASCII)
 LEASE_ID_BYTES_MAX = 128
 _INCARNATION_BYTES_MAX = 64
 _ENGINE_ID_BYTES_MAX = 128
+_ROUTER_ID_BYTES_MAX = 128
+_REPORT_BYTES_MAX = 4_096
 _KEY_PART_BYTES_MAX = 256
 _TEXT_BYTES_MAX = 2_048
 
@@ -327,6 +334,57 @@ def page(
     return request.engine_id, key, request.page_size or _PAGE_SIZE_DEFAULT, request.page_token
 
 
+# ---- what routers send -----------------------------------------------------------------------
+
+
+def hello(request: lease_pb2.RouterSessionRequest) -> list[Beginning]:
+    """Reads the first message's turns in flight. Raises InvalidArgument.
+
+    Turns that are malformed are left out: they were refused when they began.
+    """
+    _check(request.HasField("hello"), "hello", "must be set in the first message")
+    _check_text(request.hello.router_id, "hello.router_id", 1, _ROUTER_ID_BYTES_MAX)
+    turns = []
+    for message in request.hello.turns_in_flight:
+        with contextlib.suppress(InvalidArgument):
+            turns.append(beginning(message))
+    return turns
+
+
+def beginning(message: lease_pb2.BeginTurn) -> Beginning:
+    """Reads a turn that begins. Raises InvalidArgument."""
+    field = "begin_turns"
+    key = conversation_key(message.conversation, f"{field}.conversation")
+    points = list(message.points)
+    _check(
+        len(points) <= POINTS_MAX and set(map(len, points)) <= {DIGEST_BYTES},
+        f"{field}.points",
+        f"must be at most {POINTS_MAX} of {DIGEST_BYTES} bytes",
+    )
+    wait_ns = span_ns(message.wait, f"{field}.wait") if message.HasField("wait") else 0
+    return Beginning(
+        message.turn_id,
+        key,
+        message.recognise,
+        points,
+        min(wait_ns, RESOLVE_WAIT_MAX_NS),
+        message.reuse,
+    )
+
+
+def turn_report(report: common_pb2.TurnReport, number: int) -> bytes:
+    """Reads how a turn was served, serialized; empty if it is longer than any that is true.
+
+    The conversation's id is left out, it is kept once; `number`, if known, is put in.
+    """
+    if report.ByteSize() > _REPORT_BYTES_MAX:
+        return b""
+    report.ClearField("conversation_id")
+    if number:
+        report.turn = number
+    return report.SerializeToString()
+
+
 # ---- answers ---------------------------------------------------------------------------------
 
 
@@ -376,6 +434,53 @@ def resolution(resolved: Resolution, longest_read_ns: int) -> lease_pb2.ResolveC
         token_count=resolved.token_count,
         longest_read=duration(longest_read_ns),
     )
+
+
+def write_begun(response: lease_pb2.RouterSessionResponse, begun: Begun) -> None:
+    """Adds the answer to a turn that began."""
+    resolved = begun.resolution
+    if begun.refused:
+        response.turns.add(turn_id=begun.turn_id, refused=begun.refused)
+    elif resolved is None:
+        response.turns.add(
+            turn_id=begun.turn_id,
+            conversation_id=begun.conversation_id,
+            turn=begun.number,
+            verdict=common_pb2.VERDICT_TURNED_OFF,
+        )
+    else:
+        response.turns.add(
+            turn_id=begun.turn_id,
+            conversation_id=begun.conversation_id,
+            turn=begun.number,
+            lease_id="" if resolved.lease_id is None else str(resolved.lease_id),
+            verdict=_verdict(resolved.verdict),
+            engine_id=resolved.engine_id,
+            http_address=resolved.http_address,
+            token_count=resolved.token_count,
+            prompt_tokens=resolved.prompt_tokens,
+            extends=begun.extends,
+        )
+
+
+def write_retained(response: lease_pb2.RouterSessionResponse, retained: Retained) -> None:
+    """Adds what is retained of a turn."""
+    response.retained.add(
+        turn_id=retained.turn_id,
+        token_count=retained.retention.token_count,
+        prompt_tokens=retained.retention.prompt_tokens,
+        local_cached_tokens=retained.retention.local_cached_tokens,
+    )
+
+
+def turns(reports: Sequence[tuple[ConversationKey, bytes]]) -> lease_pb2.ListTurnsResponse:
+    """Writes reports that turn_report() read."""
+    response = lease_pb2.ListTurnsResponse()
+    for key, packed in reports:
+        report = response.turns.add()
+        report.ParseFromString(packed)
+        report.conversation_id = key.conversation_id
+    return response
 
 
 def read_answer(
