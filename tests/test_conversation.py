@@ -4,13 +4,17 @@ import pytest
 
 from kvturn.v1 import common_pb2
 from kvturn_router.body import parse
+from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.conversation import (
     REPORTS_MAX,
+    SESSION_HEADERS,
     ConversationBook,
     ConversationKey,
+    Naming,
     TurnReport,
-    conversation_id_of,
     header_value,
+    naming_of,
+    session_of,
 )
 from kvturn_router.errors import TurnError
 from kvturn_router.lease_client import proto_verdict, verdict_of
@@ -26,18 +30,44 @@ def report(turn: int) -> TurnReport:
 @pytest.mark.parametrize(
     ("body", "header", "named"),
     [
-        (b'{"conversation_id":"a","session_id":"b","prompt_cache_key":"c"}', "h", "a"),
-        (b'{"session_id":"b","prompt_cache_key":"c"}', "h", "h"),
-        (b'{"session_id":"b","prompt_cache_key":"c"}', None, "b"),
-        (b'{"session_id":null,"prompt_cache_key":"c"}', None, "c"),
-        (b'{"conversation_id":null}', "h", "h"),
-        (b'{"user":"x"}', None, None),
-        ('{"conversation_id":"é😀"}'.encode(), None, "é😀"),
+        (b'{"conversation_id":"a","session_id":"b","prompt_cache_key":"c"}', "h", ("a", "")),
+        (b'{"session_id":"b","prompt_cache_key":"c"}', "h", ("h", "")),
+        (b'{"session_id":"b","prompt_cache_key":"c"}', None, ("", "b")),
+        (b'{"session_id":null,"prompt_cache_key":"c"}', None, ("", "s")),
+        (b'{"session_id":"","prompt_cache_key":"c"}', None, ("", "s")),
+        (b'{"conversation_id":null}', "h", ("h", "")),
+        (b'{"user":"x"}', None, ("", "s")),
+        ('{"conversation_id":"é😀"}'.encode(), None, ("é😀", "")),
+        (b'{"session_id":"%b"}' % (b"x" * 300), None, ("", "x" * 256)),
+        (('{"session_id":"' + "é" * 300 + '"}').encode(), None, ("", "é" * 128)),
     ],
 )
-def test_the_id_comes_from_the_first_place_that_names_one(body, header, named):
-    """Body conversation_id, header, session_id, prompt_cache_key; null is not given."""
-    assert conversation_id_of(parse(body), header) == named
+def test_a_conversation_is_named_before_a_scope(body, header, named):
+    """Body conversation_id, header; else body session_id, a session header, prompt_cache_key."""
+    assert naming_of(parse(body), header, "s") == Naming(*named)
+
+
+def test_a_prompt_cache_key_is_the_last_scope():
+    """It may be one for many users; a session header says more."""
+    assert naming_of(parse(b'{"prompt_cache_key":"c"}'), None, "s") == Naming("", "s")
+    assert naming_of(parse(b'{"prompt_cache_key":"c"}'), None, "") == Naming("", "c")
+    assert naming_of(parse(b"{}"), None, "") == Naming("", "")
+
+
+@pytest.mark.parametrize(
+    ("headers", "session"),
+    [
+        ({"x-task-id": "t", "x-session-id": "s"}, "s"),
+        ({"x-session-id": "has space", "x-task-id": "t"}, "t"),
+        ({"x-session-id": "x" * 257}, ""),
+        ({"x-session-id": ""}, ""),
+        ({"x-claude-code-session-id": "ses_1"}, "ses_1"),
+        ({"x-parent-session-id": "p", "user": "u"}, ""),
+    ],
+)
+def test_a_session_header_that_cannot_be_a_scope_is_passed_over(headers, session):
+    """Its client did not speak to the router, so nothing is refused."""
+    assert session_of(headers, SESSION_HEADERS) == session
 
 
 @pytest.mark.parametrize(
@@ -56,8 +86,19 @@ def test_the_id_comes_from_the_first_place_that_names_one(body, header, named):
 def test_an_id_of_the_wrong_kind_or_length_is_refused_by_name(body, header, field):
     """Strings of 1 to 256 bytes are ids; the 400 names the field."""
     with pytest.raises(TurnError) as refused:
-        conversation_id_of(parse(body), header)
+        naming_of(parse(body), header, "")
     assert (refused.value.status, refused.value.param) == (400, field)
+
+
+def test_session_headers_are_a_list_of_lower_case_names():
+    """Those of usual agents by default; an empty list looks at none."""
+    engines = ["--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"]
+    assert "x-session-id" in parse_config(engines, {}).session_headers
+    config = parse_config([*engines, "--session-headers=X-Task, x-run-id"], {})
+    assert config.session_headers == ("x-task", "x-run-id")
+    assert parse_config(engines, {"KVTURN_ROUTER_SESSION_HEADERS": ""}).session_headers == ()
+    with pytest.raises(ConfigError, match=r"--session-headers 'a b' must be names of headers"):
+        parse_config([*engines, "--session-headers=a b"], {})
 
 
 def test_an_id_in_a_response_header_cannot_break_out_of_it():

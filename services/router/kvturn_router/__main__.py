@@ -13,6 +13,7 @@ import uvloop
 
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
+from kvturn.recognition import minted_id
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
@@ -171,6 +172,7 @@ def compose(
         config.tenant_header,
         _new_conversation_id,
         ApiKeys(watched_keys("--api-keys-file", keys)) if keys is not None else None,
+        config.session_headers,
     )
     gate = Gate(config.turns_max)
     front = HttpFront(
@@ -241,8 +243,8 @@ def _fleet(config: RouterConfig) -> Fleet:
     )
 
 
-def _new_conversation_id() -> str:
-    return f"conv-{secrets.token_hex(16)}"
+def _new_conversation_id(scope: str) -> str:
+    return minted_id(scope, secrets.token_hex(16))
 
 
 if __name__ == "__main__":

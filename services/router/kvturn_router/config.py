@@ -18,10 +18,12 @@ from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
+from kvturn_router.conversation import SESSION_HEADERS
 from kvturn_router.fleet import EngineAddress, engine_address
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
+_HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -67,6 +69,8 @@ class RouterConfig:
     """Conversations remembered."""
     tenant_header: str | None
     """Lower-case name of the header that names the tenant, None to use API keys."""
+    session_headers: tuple[str, ...]
+    """Lower-case names of headers in which agents name their session, the most telling first."""
     engine_authorization: bytes | None
     """Authorization header that engines get instead of the client's, None to pass that on."""
     api_keys_file: Path | None
@@ -167,6 +171,13 @@ def _endpoints(text: str) -> tuple[str, ...]:
     return endpoints
 
 
+def _headers(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
+    if not all(_HEADER_NAME.fullmatch(name) for name in names):
+        raise ValueError("must be names of headers with commas between")
+    return names
+
+
 def _switch(text: str) -> bool:
     words = {
         "1": True,
@@ -230,6 +241,7 @@ _FLAGS: Final = (
     _Flag("max-inflight", _whole(1, 1_000_000), 4096, "N", "turns at once; more get 429"),
     _Flag("max-conversations", _whole(1, _COUNT_MAX), 100_000, "N", "conversations remembered"),
     _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
+    _Flag("session-headers", _headers, SESSION_HEADERS, "NAME,...", "agents' session headers"),
     _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
     _Flag("api-keys-file", _file, None, "FILE", "API keys of clients, a line each: KEY [TENANT]"),
     _Flag("admin-keys-file", _file, None, "FILE", "keys of operators, a line each: KEY [NAME]"),
@@ -281,7 +293,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Each flag has a variable: --grpc-port is also {_VARIABLE}GRPC_PORT.",
     )
     for flag in _FLAGS:
-        default = "" if flag.default in (None, ()) else f" (default {flag.default})"
+        listed = flag.default is None or isinstance(flag.default, tuple)
+        default = "" if listed else f" (default {flag.default})"
         names = ["--grace-s", "--grace"] if flag.name == "grace-s" else [f"--{flag.name}"]
         parser.add_argument(*names, metavar=flag.metavar, help=flag.about + default)
     for flag in _REPEATED:
@@ -323,6 +336,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         turns_max=values["max_inflight"],
         conversations_max=values["max_conversations"],
         tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
+        session_headers=values["session_headers"],
         engine_authorization=values["engine_api_key_file"],
         api_keys_file=values["api_keys_file"],
         admin_keys_file=values["admin_keys_file"],

@@ -1,12 +1,16 @@
 """Which conversation a turn belongs to, and what the router remembers of each.
 
 A conversation is named by (tenant, model, conversation id). The id is the
-client's, from the first of: body `conversation_id`, header `X-Conversation-Id`,
-body `session_id`, body `prompt_cache_key`. Where there is none the caller mints
-one. Nothing here does I/O.
+client's, from body `conversation_id` or header `X-Conversation-Id`. A client
+that gives neither may still give a scope, which many of its conversations can
+share: body `session_id`, a session header as agents send it, or body
+`prompt_cache_key`. Within it, or within none, the history that a turn extends
+tells which conversation it is (history.py). Nothing here does I/O.
 """
 
+import re
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
@@ -24,6 +28,23 @@ ABSENCE_S_MAX = 24 * 3600
 REPORTS_MAX = 64
 """Turns remembered per conversation."""
 
+SESSION_HEADERS = (
+    "x-session-id",
+    "session-id",
+    "session_id",
+    "conversation_id",
+    "x-claude-code-session-id",
+    "x-litellm-session-id",
+    "x-openclaw-session-id",
+    "x-hermes-session-id",
+    "x-qwen-code-session-id",
+    "x-session-affinity",
+    "x-opencode-session",
+    "x-task-id",
+)
+"""Headers in which agents name their session, the most telling first."""
+
+_session = re.compile(r"[\x21-\x7e]{1,256}")
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -51,22 +72,43 @@ class TurnReport(NamedTuple):
     read_bytes: int
 
 
-def conversation_id_of(members: Members, header: str | None) -> str | None:
-    """Returns the id the client gave, or None if it gave none.
+class Naming(NamedTuple):
+    """What a client named: a conversation, or else a scope, or "" for both."""
 
-    `header` is the value of X-Conversation-Id, None if not sent. Raises
-    TurnError 400 naming the field that holds no string of 1 to 256 bytes.
+    conversation_id: str
+    scope: str
+
+
+def naming_of(members: Members, header: str | None, session: str) -> Naming:
+    """Returns what a request names.
+
+    `header` is the value of X-Conversation-Id, None if not sent, `session` the
+    session header's, "" if none was sent. Raises TurnError 400 naming the field
+    that is of a wrong kind, or a conversation id that has not 1 to 256 bytes.
+    A scope is not the router's own field, so one that is too long is cut.
     """
     named = given_string(members, "conversation_id")
     if named is not None:
-        return checked_name("conversation_id", named)
+        return Naming(checked_name("conversation_id", named), "")
     if header is not None:
-        return checked_name("X-Conversation-Id", header)
-    for name in ("session_id", "prompt_cache_key"):
-        named = given_string(members, name)
-        if named is not None:
-            return checked_name(name, named)
-    return None
+        return Naming(checked_name("X-Conversation-Id", header), "")
+    scope = given_string(members, "session_id") or session
+    scope = scope or given_string(members, "prompt_cache_key") or ""
+    if len(scope) * 4 > NAME_BYTES_MAX:
+        scope = scope.encode()[:NAME_BYTES_MAX].decode(errors="ignore")
+    return Naming("", scope)
+
+
+def session_of(headers: Mapping[str, str], names: Sequence[str]) -> str:
+    """Returns the first session header's value that can be a scope, "" if there is none.
+
+    That is 1 to 256 visible ASCII characters. `headers` have lower-case names.
+    """
+    for name in names:
+        value = headers.get(name)
+        if value is not None and _session.fullmatch(value):
+            return value
+    return ""
 
 
 def checked_name(field: str, name: str) -> str:

@@ -172,7 +172,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             path,
             body,
             headers,
-            conversation_id=request.conversation_id or request.scope,
+            conversation_id=request.conversation_id,
+            scope=request.scope,
             stream=stream,
         )
 

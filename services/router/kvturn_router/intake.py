@@ -1,12 +1,13 @@
 """A turn as a client asked for it, checked, in the same form for both fronts."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from kvturn.keys import bearer_of, unnamed
 from kvturn_router.body import (
+    Members,
     given,
     given_flag,
     given_string,
@@ -14,7 +15,14 @@ from kvturn_router.body import (
     parse,
     without_transfer_arguments,
 )
-from kvturn_router.conversation import ConversationKey, checked_name, conversation_id_of
+from kvturn_router.conversation import (
+    SESSION_HEADERS,
+    ConversationKey,
+    Naming,
+    checked_name,
+    naming_of,
+    session_of,
+)
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.keys import ApiKeys
 from kvturn_router.telemetry import TraceContext, trace_context
@@ -34,7 +42,9 @@ class TurnRequest:
 
     `members` are the body's, to be let go once the decode leg is under way.
     `authorization` is the client's own header, for engines. `request_id` is the client's,
-    None if it sent none that can be echoed.
+    None if it sent none that can be echoed. With `recognise` the client named
+    no conversation: the history decides, and the key's id is that of a new one.
+    `scope` is what the client named, a conversation or a scope, "" for neither.
     """
 
     path: str
@@ -48,6 +58,8 @@ class TurnRequest:
     trace: TraceContext | None
     request_id: str | None
     client_wants_token_ids: bool = field(default=False)
+    recognise: bool = field(default=False)
+    scope: str = field(default="")
 
 
 def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
@@ -74,14 +86,16 @@ class Intake:
     """Reads requests.
 
     `tenant_header` is the lower-case name of the header that names the tenant,
-    None to use API keys. `mint` returns a new conversation id that nobody can
-    guess. `keys` are those of which a client must bring one, None to let
-    engines judge.
+    None to use API keys. `mint` returns a new conversation id within a scope,
+    or within none (""), that nobody can guess. `keys` are those of which a
+    client must bring one, None to let engines judge. `session_headers` are the
+    lower-case names of headers that name a scope.
     """
 
     tenant_header: str | None
-    mint: Callable[[], str]
+    mint: Callable[[str], str]
     keys: ApiKeys | None = None
+    session_headers: Sequence[str] = SESSION_HEADERS
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """Returns who a request comes from. Raises TurnError: 401, or 400 as `tenant_of`."""
@@ -100,14 +114,15 @@ class Intake:
         body: bytes,
         headers: Mapping[str, str],
         *,
-        conversation_id: str | None = None,
+        conversation_id: str = "",
+        scope: str = "",
         stream: bool | None = None,
     ) -> TurnRequest:
         """Returns the turn that a body asks for.
 
-        `headers` have lower-case names. `conversation_id` and `stream` are what
-        the transport says itself, over what the body says. Raises TurnError 400
-        naming what is wrong.
+        `headers` have lower-case names. `conversation_id`, `scope` and `stream`
+        are what the transport says itself, over what the body says. Raises
+        TurnError 400 naming what is wrong.
         """
         tenant = self.tenant(headers)
         members = parse(body)
@@ -123,19 +138,14 @@ class Intake:
             members["stream"] = b"true" if stream else b"false"
             if not stream:
                 members.pop("stream_options", None)
-        header = headers.get("x-conversation-id")
-        named = conversation_id_of(
-            members, None if header is None else _text("X-Conversation-Id", header)
-        )
-        if conversation_id:
-            named = checked_name("conversation_id", conversation_id)
+        named = self._naming(members, headers, conversation_id, scope)
         return TurnRequest(
             path=path,
             members=members,
             stream=streamed if stream is None else stream,
             alone=needs_decode_alone(members, path),
             reuse=_reuse_of(headers),
-            key=ConversationKey(tenant, model, named or self.mint()),
+            key=ConversationKey(tenant, model, named.conversation_id or self.mint(named.scope)),
             authorization=self.authorization(headers),
             passed_on=[
                 (name.encode(), headers[name].encode("latin-1"))
@@ -145,6 +155,22 @@ class Intake:
             trace=trace_context(headers.get("traceparent")),
             request_id=client_request_id(headers),
             client_wants_token_ids=given_flag(members, "return_token_ids"),
+            recognise=not named.conversation_id,
+            scope=named.conversation_id or named.scope,
+        )
+
+    def _naming(
+        self, members: Members, headers: Mapping[str, str], conversation_id: str, scope: str
+    ) -> Naming:
+        if conversation_id:
+            return Naming(checked_name("conversation_id", conversation_id), "")
+        if scope:
+            return Naming("", checked_name("scope", scope))
+        header = headers.get("x-conversation-id")
+        return naming_of(
+            members,
+            None if header is None else _text("X-Conversation-Id", header),
+            session_of(headers, self.session_headers),
         )
 
 
