@@ -7,7 +7,8 @@ taught. No clock: the time comes in.
 """
 
 from collections import OrderedDict
-from math import hypot
+from collections.abc import Sequence
+from math import hypot, sqrt
 from typing import Final, NamedTuple
 
 from kvturn_router.fit import Fit
@@ -18,9 +19,9 @@ MODELS_MAX: Final = 1024
 """Models whose bytes per token are kept."""
 RUNNING_PENALTY: Final = 0.1
 """What a local turn costs each request that runs on its engine, as a share of its own compute."""
-EXPLORED_FIRST: Final = 8
+EXPLORED_FIRST: Final = 4
 """Turns of a decode engine that may go a way only because little is known of it, to begin with."""
-EXPLORED_SHARE: Final = 16
+EXPLORED_SHARE: Final = 64
 """After that one turn in so many may."""
 HOPE: Final = 1.5
 """Deviations by which a way may be better than its estimate; one that nothing is known of, 4x."""
@@ -45,10 +46,12 @@ class Priors(NamedTuple):
     """Decode computing a prompt itself: a leg, a token; None: as prefill."""
     missed: tuple[float, float] = (16.0, 0.01)
     """Retained tokens that decode's prefix cache does not find: of any turn, of each token."""
+    unfound: tuple[float, float] = (1.0, 1.0)
+    """Retained tokens that prefill's own prefix cache does not find: of any turn, of each token."""
     size: tuple[float, float] = (4.0, 0.25)
     """Tokens of what is new in a turn: of any turn, of each byte."""
-    generated: float = 20.0
-    """ms of a generated token; counts where an answer is not streamed."""
+    generation: tuple[float, float] = (1.0, 20.0)
+    """The rest of an answer that is not streamed: an answer, a token of it."""
 
 
 class Forecast(NamedTuple):
@@ -116,45 +119,44 @@ class Costs:
 
     def __init__(self, priors: Priors | None = None) -> None:
         priors = priors or Priors()
-        generated = priors.generated
-        local = None if priors.local is None else (*priors.local, generated)
-        self._generated = generated
         self._size = _Fits(priors.size, MODELS_MAX)
         self._prefill = _Fits(priors.prefill)
         self._read = _Fits(priors.read)
-        self._handover = _Fits((*priors.handover, generated))
-        self._local = _Fits(local)
+        self._handover = _Fits(priors.handover)
+        self._local = _Fits(priors.local)
+        self._generation = _Fits(priors.generation)
         self._missed = _Fits(priors.missed)
+        self._unfound = _Fits(priors.unfound)
         self._leg_tokens: OrderedDict[str, float] = OrderedDict()
         self._explored: OrderedDict[str, list[int]] = OrderedDict()
 
     def new_tokens(self, model: str, new_bytes: int) -> float:
         """Returns how many tokens that many bytes of messages are expected to be."""
-        return self._size.of(model).value((1.0, new_bytes))
+        return self._size.of(model).value(new_bytes)
 
     def estimates(self, forecast: Forecast, now_ns: int) -> Estimates:
         """Returns what each way would cost. `now_ns` is CLOCK_BOOTTIME."""
         held = forecast.held_tokens
         new = forecast.new_tokens
         ahead = self._ahead(forecast)
-        missed = self._missed.of(forecast.decode).value((1.0, held))
+        unfound = min(self._unfound.of(forecast.prefill).value(held), held)
+        missed = self._missed.of(forecast.decode).value(held)
         fetched = self._fetched(forecast, held + new)
         prefill = self._prefill.of(forecast.prefill)
         handover = _estimate(
             self._handover.of(f"{forecast.prefill} {forecast.decode}"),
-            (1.0, fetched, 0.0),
+            fetched,
             now_ns,
         )
-        suffix = _estimate(prefill, (1.0, new + ahead), now_ns)
-        whole = _estimate(prefill, (1.0, held + new + ahead), now_ns)
-        read = _estimate(
-            self._read.of(f"{forecast.holder} {forecast.prefill}"), (1.0, held), now_ns
-        )
+        suffix = _estimate(prefill, new + ahead, now_ns)
+        whole = _estimate(prefill, unfound + new + ahead, now_ns)
+        reading = self._read.of(f"{forecast.holder} {forecast.prefill}")
+        read = _estimate(reading, unfound, now_ns)
         local = self._local_fit(forecast.decode)
         # Decode computes at least one token itself.
         computed = max(new + min(missed, held), 1.0)
-        alone = _estimate(local, (1.0, computed, 0.0), now_ns)
-        penalty = RUNNING_PENALTY * forecast.decode_in_flight * local.rates[1] * computed
+        alone = _estimate(local, computed, now_ns)
+        penalty = RUNNING_PENALTY * forecast.decode_in_flight * local.each * computed
         return Estimates(
             pull=_sum(suffix, read, handover),
             local=Estimate(alone.ms + penalty, alone.best_ms + penalty),
@@ -188,64 +190,68 @@ class Costs:
             return
         new = took.prompt_tokens - forecast.held_tokens
         if forecast.extends and new > 0:
-            self._size.kept(forecast.model).learn((1.0, forecast.new_bytes), new, now_ns)
+            self._size.kept(forecast.model).learn(forecast.new_bytes, new, now_ns)
         if kind == "local":
             self._learn_local(forecast, took, now_ns)
             return
         self._learn_prefill(kind == "pull", forecast, took, now_ns)
         if took.decode_ms > 0:
-            features = (
-                1.0,
-                self._fetched(forecast, took.prompt_tokens),
-                float(took.generated_tokens),
+            fit = self._handover.kept(f"{forecast.prefill} {forecast.decode}")
+            self._learn_decode(
+                fit, self._fetched(forecast, took.prompt_tokens), forecast, took, now_ns
             )
-            pair = f"{forecast.prefill} {forecast.decode}"
-            self._handover.kept(pair).learn(features, took.decode_ms, now_ns)
 
     def _learn_local(self, forecast: Forecast, took: Took, now_ns: int) -> None:
         held = min(forecast.held_tokens, took.prompt_tokens)
         missed = max(held - took.cached_tokens, 1.0)
-        self._missed.kept(forecast.decode).learn((1.0, held), missed, now_ns)
+        self._missed.kept(forecast.decode).learn(held, missed, now_ns)
         if took.decode_ms <= 0:
             return
         fit = self._local_fit(forecast.decode)
         self._local.keep(forecast.decode, fit)
         computed = float(max(took.prompt_tokens - took.cached_tokens, 1))
-        fit.learn((1.0, computed, float(took.generated_tokens)), took.decode_ms, now_ns)
+        self._learn_decode(fit, computed, forecast, took, now_ns)
+
+    def _learn_decode(
+        self, fit: Fit, units: float, forecast: Forecast, took: Took, now_ns: int
+    ) -> None:
+        if took.generated_tokens <= 0:
+            fit.learn(units, took.decode_ms, now_ns)
+            return
+        generation = self._generation.kept(forecast.decode)
+        parts = ((fit, units), (generation, float(took.generated_tokens)))
+        _learn_together(parts, took.decode_ms, now_ns)
 
     def _learn_prefill(self, pull: bool, forecast: Forecast, took: Took, now_ns: int) -> None:
         """Learns from a prefill leg: what computing took, and what the read did."""
         if took.prefill_ms <= 0:
             return
         computed = float(max(took.prompt_tokens - took.reused_tokens - took.cached_tokens, 1))
-        features = (1.0, computed + self._ahead(forecast))
+        units = computed + self._ahead(forecast)
         prefill = self._prefill.kept(forecast.prefill)
         self._count_leg(forecast.prefill, computed)
+        if forecast.extends:
+            unfound = max(forecast.held_tokens - took.cached_tokens, 1.0)
+            self._unfound.kept(forecast.prefill).learn(forecast.held_tokens, unfound, now_ns)
         read_tokens = float(took.reused_tokens or (forecast.held_tokens if took.read_failed else 0))
         if not pull or read_tokens <= 0:
-            prefill.learn(features, took.prefill_ms, now_ns)
+            prefill.learn(units, took.prefill_ms, now_ns)
             return
-        # One duration tells of two things: each learns from what the other leaves.
         read = self._read.kept(f"{forecast.holder} {forecast.prefill}")
-        read_features = (1.0, read_tokens)
-        computing_ms, reading_ms = prefill.value(features), read.value(read_features)
-        computing_blur = computing_ms * _blur(prefill, features, now_ns)
-        reading_blur = reading_ms * _blur(read, read_features, now_ns)
-        prefill.learn(features, max(took.prefill_ms - reading_ms, 0.0), now_ns, reading_blur)
-        read.learn(read_features, max(took.prefill_ms - computing_ms, 0.0), now_ns, computing_blur)
+        _learn_together(((prefill, units), (read, read_tokens)), took.prefill_ms, now_ns)
 
     def _local_fit(self, decode: str) -> Fit:
         if self._local.taught:
             return self._local.of(decode)
         # Until a local turn has taught better, decode computes as prefill does.
-        return Fit((*self._prefill.taught_rates, self._generated))
+        return Fit(self._prefill.taught_rates)
 
     def _fetched(self, forecast: Forecast, prompt_tokens: float) -> float:
         """Tokens whose KV decode fetches from prefill: those that it has not in its own cache."""
         if forecast.decode != forecast.holder:
             return prompt_tokens
         held = forecast.held_tokens
-        missed = self._missed.of(forecast.decode).value((1.0, held))
+        missed = self._missed.of(forecast.decode).value(held)
         return max(prompt_tokens - max(held - missed, 0.0), 1.0)
 
     def _ahead(self, forecast: Forecast) -> float:
@@ -267,7 +273,7 @@ class _Fits:
     `prior` is None if the kind has none of its own: then `of` needs `taught`.
     """
 
-    def __init__(self, prior: tuple[float, ...] | None, fits_max: int = ENGINES_MAX) -> None:
+    def __init__(self, prior: tuple[float, float] | None, fits_max: int = ENGINES_MAX) -> None:
         self._fits: OrderedDict[str, Fit] = OrderedDict()
         self._fits_max = fits_max
         self._taught = None if prior is None else Fit(prior)
@@ -278,10 +284,10 @@ class _Fits:
         return self._taught is not None
 
     @property
-    def taught_rates(self) -> list[float]:
+    def taught_rates(self) -> tuple[float, float]:
         """Rates where a new fit begins."""
         assert self._taught is not None
-        return self._taught.rates
+        return self._taught.fixed, self._taught.each
 
     def of(self, key: str) -> Fit:
         """Returns the fit of a key, not to be changed."""
@@ -301,14 +307,23 @@ class _Fits:
             self._fits.popitem(last=False)
 
 
-def _estimate(fit: Fit, features: tuple[float, ...], now_ns: int) -> Estimate:
-    ms = fit.value(features)
-    return Estimate(ms, ms / (1.0 + HOPE * fit.deviation(features, now_ns)))
+def _estimate(fit: Fit, units: float, now_ns: int) -> Estimate:
+    ms = fit.value(units)
+    return Estimate(ms, ms / (1.0 + HOPE * fit.deviation(units, now_ns)))
 
 
 def _sum(*parts: Estimate) -> Estimate:
     return Estimate(sum(part.ms for part in parts), sum(part.best_ms for part in parts))
 
 
-def _blur(fit: Fit, features: tuple[float, ...], now_ns: int) -> float:
-    return float(hypot(fit.deviation(features, now_ns), fit.scatter()))
+def _learn_together(parts: Sequence[tuple[Fit, float]], observed_ms: float, now_ns: int) -> None:
+    """Learns from one duration that tells of several things: each from what the others leave."""
+    values = [fit.value(units) for fit, units in parts]
+    blurs = [
+        value * hypot(fit.deviation(units, now_ns), fit.scatter())
+        for value, (fit, units) in zip(values, parts, strict=True)
+    ]
+    whole, blur = sum(values), hypot(*blurs)
+    for value, own, (fit, units) in zip(values, blurs, parts, strict=True):
+        rest = max(observed_ms - (whole - value), 0.0)
+        fit.learn(units, rest, now_ns, sqrt(max(blur * blur - own * own, 0.0)))

@@ -1,4 +1,4 @@
-"""One learned quantity: a sum of rates times features, fitted online. No I/O.
+"""One learned quantity: a fixed part and so much for each unit, fitted online. No I/O.
 
 Recursive least squares on relative errors, so that a leg of 10 ms teaches as
 much as one of 10 s. What is known fades with every observation and with time:
@@ -6,70 +6,79 @@ the rates stay, but doubt grows back to that of a prior. One observation moves
 the rates by no more than `OUTLIER` times what was to be expected.
 """
 
-from collections.abc import Sequence
 from math import sqrt
 from typing import Final
 
 PRIOR_DEVIATION: Final = 2.0
 """How far off a rate may be that nothing is known of, as a share of it."""
+PRIOR_CORRELATION: Final = 0.5
+"""How far the two are off together: an engine is first of all fast or slow."""
 MEMORY: Final = 0.95
 """Weight of what was known before an observation, after it."""
 HALF_LIFE_NS: Final = 600 * 10**9
 """Time in which what is known counts for half."""
-NOISE_FIRST: Final = 0.5
+NOISE_FIRST: Final = 0.25
 """Scatter of observations, as a share of them, until it is learned."""
 NOISE_MIN: Final = 0.05
 NOISE_STEP: Final = 0.1
 """How fast the scatter is learned."""
-OUTLIER: Final = 3.0
+OUTLIER: Final = 2.0
 """Deviations beyond which an observation counts as no further off."""
 RATE_MIN: Final = 1 / 1024
 """Least a rate can become, as a share of its prior; rates are positive."""
 
-_AGE_HALVINGS_MAX = 64.0
+_HALVINGS_MAX = 64.0
 
 
 class Fit:
-    """Rates of a few features, with how well they are known.
+    """`fixed + each * units`, with how well the two are known. Both are positive.
 
-    `prior` holds a positive rate for each feature.
+    `prior` is where they begin.
     """
 
-    __slots__ = ("_covariance", "_known_ns", "_noise", "_prior", "rates")
+    __slots__ = (
+        "_both",
+        "_each_var",
+        "_fixed_var",
+        "_known_ns",
+        "_noise",
+        "_prior",
+        "each",
+        "fixed",
+    )
 
-    def __init__(self, prior: Sequence[float]) -> None:
-        assert all(rate > 0 for rate in prior)
-        self.rates = list(prior)
-        self._prior = tuple(prior)
-        # Of the rates as shares of their priors. None of the numbers here has a unit but those.
-        self._covariance = [
-            [PRIOR_DEVIATION**2 if row == column else 0.0 for column in range(len(prior))]
-            for row in range(len(prior))
-        ]
+    def __init__(self, prior: tuple[float, float]) -> None:
+        assert min(prior) > 0
+        self._prior = prior
+        self.fixed, self.each = prior
+        # Covariance of the two as shares of their priors.
+        self._fixed_var = PRIOR_DEVIATION**2
+        self._each_var = PRIOR_DEVIATION**2
+        self._both = PRIOR_CORRELATION * PRIOR_DEVIATION**2
         self._noise = NOISE_FIRST**2
         self._known_ns: int | None = None
 
-    def value(self, features: Sequence[float]) -> float:
-        """Returns what the features amount to."""
-        return sum(rate * feature for rate, feature in zip(self.rates, features, strict=True))
+    def value(self, units: float) -> float:
+        """Returns what is to be expected."""
+        return self.fixed + self.each * units
 
-    def deviation(self, features: Sequence[float], now_ns: int) -> float:
+    def deviation(self, units: float, now_ns: int) -> float:
         """Returns how far off `value` may be, as a share of it, up to PRIOR_DEVIATION."""
-        shares, _ = self._shares(features)
-        variance = sum(
-            one * sum(cell * other for cell, other in zip(row, shares, strict=True))
-            for one, row in zip(shares, self._covariance, strict=True)
+        value = self.fixed + self.each * units
+        fixed = self._prior[0] / value
+        each = self._prior[1] * units / value
+        variance = (
+            fixed * fixed * self._fixed_var
+            + 2 * fixed * each * self._both
+            + each * each * self._each_var
         )
-        unknown = sum((share * self._limit(index)) ** 2 for index, share in enumerate(shares))
-        return sqrt(min(max(variance, 0.0) * self._fading(now_ns), unknown))
+        return min(sqrt(max(variance, 0.0) * self._fading(now_ns)), PRIOR_DEVIATION)
 
     def scatter(self) -> float:
         """Returns how far observations lie from what is expected, as a share of it."""
         return sqrt(self._noise)
 
-    def learn(
-        self, features: Sequence[float], observed: float, now_ns: int, blur: float = 0.0
-    ) -> None:
+    def learn(self, units: float, observed: float, now_ns: int, blur: float = 0.0) -> None:
         """Takes in one observation.
 
         `blur` is the deviation of what was subtracted to obtain it, in its own
@@ -77,56 +86,43 @@ class Fit:
         """
         self._fade(self._fading(now_ns) / MEMORY)
         self._known_ns = now_ns
-        shares, expected = self._shares(features)
-        reach = [
-            sum(cell * share for cell, share in zip(row, shares, strict=True))
-            for row in self._covariance
-        ]
-        known = sum(share * each for share, each in zip(shares, reach, strict=True))
-        blurred = (blur / expected) ** 2
+        value = self.fixed + self.each * units
+        prior_fixed, prior_each = self._prior
+        fixed = prior_fixed / value
+        each = prior_each * units / value
+        fixed_reach = self._fixed_var * fixed + self._both * each
+        each_reach = self._both * fixed + self._each_var * each
+        known = fixed * fixed_reach + each * each_reach
+        blurred = (blur / value) ** 2
         variance = known + self._noise + blurred
         bound = OUTLIER * sqrt(variance)
-        error = min(max(observed / expected - 1.0, -bound), bound)
-        gains = [each / variance for each in reach]
-        for index, prior in enumerate(self._prior):
-            rate = self.rates[index] + gains[index] * error * prior
-            self.rates[index] = max(rate, RATE_MIN * prior)
-        for gain, row in zip(gains, self._covariance, strict=True):
-            for column, each in enumerate(reach):
-                row[column] -= gain * each
+        error = min(max(observed / value - 1.0, -bound), bound)
+        step = error / variance
+        self.fixed = max(self.fixed + fixed_reach * step * prior_fixed, RATE_MIN * prior_fixed)
+        self.each = max(self.each + each_reach * step * prior_each, RATE_MIN * prior_each)
+        self._fixed_var = max(self._fixed_var - fixed_reach**2 / variance, 0.0)
+        self._each_var = max(self._each_var - each_reach**2 / variance, 0.0)
+        self._both -= fixed_reach * each_reach / variance
         if blurred < self._noise:
             noise = max(error * error - known - blurred, NOISE_MIN**2)
             self._noise += NOISE_STEP * (noise - self._noise)
-
-    def _shares(self, features: Sequence[float]) -> tuple[list[float], float]:
-        """Returns each prior rate's part of the value as a share of it, and the value."""
-        value = self.value(features)
-        assert value > 0
-        return [
-            prior * feature / value for prior, feature in zip(self._prior, features, strict=True)
-        ], value
-
-    def _limit(self, index: int) -> float:
-        """Returns the deviation of a rate that nothing is known of, as a share of its prior."""
-        return PRIOR_DEVIATION * self.rates[index] / self._prior[index]
 
     def _fading(self, now_ns: int) -> float:
         if self._known_ns is None:
             return 1.0
         halvings = max(now_ns - self._known_ns, 0) / HALF_LIFE_NS
-        return float(2.0 ** min(halvings, _AGE_HALVINGS_MAX))
+        return float(2.0 ** min(halvings, _HALVINGS_MAX))
 
     def _fade(self, factor: float) -> None:
-        """Lets doubt grow by a factor, for each rate up to where nothing is known of it."""
-        covariance = self._covariance
-        growth = [
-            sqrt(
-                min(
-                    factor, max(self._limit(index) ** 2 / max(covariance[index][index], 1e-12), 1.0)
-                )
-            )
-            for index in range(len(covariance))
-        ]
-        for row, one in zip(covariance, growth, strict=True):
-            for column, other in enumerate(growth):
-                row[column] *= one * other
+        """Lets doubt grow by a factor, of each part up to where nothing is known of it."""
+        fixed = _growth(self._fixed_var, self.fixed / self._prior[0], factor)
+        each = _growth(self._each_var, self.each / self._prior[1], factor)
+        self._fixed_var *= fixed
+        self._each_var *= each
+        self._both *= sqrt(fixed * each)
+
+
+def _growth(variance: float, rate: float, factor: float) -> float:
+    """Returns how much of a factor a variance may grow by; `rate` as a share of its prior."""
+    unknown = (PRIOR_DEVIATION * rate) ** 2
+    return min(factor, max(unknown / max(variance, 1e-12), 1.0))
