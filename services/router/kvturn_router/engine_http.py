@@ -17,10 +17,13 @@ from typing import Final, cast
 
 import httptools
 
+from kvturn_router.silence import SilenceWatch
+
 IDLE_S: Final = 4.0
 """Longest idle time after which a connection is used again."""
 
 _HEAD_BYTES_MAX = 256 << 10
+_FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
 Sink = Callable[[bytes, bool], None]
 """Takes the next bytes of a body, and whether they are its last."""
@@ -60,6 +63,20 @@ class Exchange:
     `headers` are complete, names in lower case, once `answered` has returned.
     """
 
+    __slots__ = (
+        "_connection",
+        "_fault",
+        "_has_head",
+        "_paused",
+        "_silence_s",
+        "_sink",
+        "_unread",
+        "_waiter",
+        "ended",
+        "headers",
+        "status",
+    )
+
     def __init__(self, connection: "_Connection", silence_s: float) -> None:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
@@ -72,7 +89,7 @@ class Exchange:
         self._sink: Sink | None = None
         self._unread: list[bytes] = []
         self._paused = False
-        self._timer = connection.loop.call_later(silence_s, self._check_silence)
+        connection.watch.add(self, connection.read_at + silence_s)
 
     def header(self, name: bytes) -> bytes:
         """Returns a header's value, empty if it was not sent."""
@@ -96,29 +113,31 @@ class Exchange:
 
         Raises EngineFault, also for more than `bytes_max` bytes.
         """
-        pieces: list[bytes] = []
-        size = 0
+        pieces, self._unread = self._unread, []
+        size = sum(map(len, pieces))
+        if not self.ended:
 
-        def collect(data: bytes, last: bool) -> None:
-            nonlocal size
-            del last
-            size += len(data)
-            if size > bytes_max:
-                self.fail(MalformedFault(f"the answer has more than {bytes_max} bytes"))
-            pieces.append(data)
+            def collect(data: bytes, last: bool) -> None:
+                nonlocal size
+                del last
+                size += len(data)
+                if size > bytes_max:
+                    self.fail(_too_long(bytes_max))
+                pieces.append(data)
 
-        self.pass_to(collect)
-        await self.finished()
+            self._sink = collect
+            await self.finished()
         if size > bytes_max:
-            raise MalformedFault(f"the answer has more than {bytes_max} bytes")
+            raise _too_long(bytes_max)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def pass_to(self, sink: Sink) -> None:
         """Hands what has come, and all that will come, to `sink`."""
-        self._sink = sink
         unread, self._unread = self._unread, []
+        if not self.ended:
+            self._sink = sink
         if unread or self.ended:
-            sink(b"".join(unread), self.ended)
+            sink(unread[0] if len(unread) == 1 else b"".join(unread), self.ended)
 
     def pause(self) -> None:
         """Reads no more until `resume`, so that a slow client slows the engine."""
@@ -143,15 +162,52 @@ class Exchange:
         if self.ended or self._fault is not None:
             return
         self._fault = fault
-        self._timer.cancel()
+        self._sink = None
+        self._connection.watch.discard(self)
         self._connection.abort()
         self._wake()
+
+    # What the watch calls
+
+    def silent_at(self, now: float) -> float:
+        """Returns when it will have been silent for too long; never while it is paused."""
+        return (now if self._paused else self._connection.read_at) + self._silence_s
+
+    def give_up(self) -> None:
+        """Ends it for its silence."""
+        self.fail(SilentFault(f"nothing came for {self._silence_s:g} s"))
+
+    # What the connection calls
+
+    def take_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        """Takes the head, which is complete."""
+        self.status = status
+        self.headers = headers
+        self._has_head = True
+        self._wake()
+
+    def take_body(self, data: bytes, last: bool) -> None:
+        """Takes more of the body, or its end."""
+        sink = self._sink
+        if last:
+            self.ended = True
+            self._sink = None
+            self._connection.watch.discard(self)
+        if sink is not None:
+            sink(data, last)
+        elif data:
+            self._unread.append(data)
+        if last:
+            self._wake()
 
     async def _wait(self) -> None:
         if self._fault is not None:
             raise self._fault
         self._waiter = self._connection.loop.create_future()
-        await self._waiter
+        try:
+            await self._waiter
+        finally:
+            self._waiter = None
         if self._fault is not None:
             raise self._fault
 
@@ -160,34 +216,9 @@ class Exchange:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _check_silence(self) -> None:
-        loop = self._connection.loop
-        quiet_s = loop.time() - self._connection.read_at
-        if self._paused:
-            quiet_s = 0.0
-        if quiet_s >= self._silence_s:
-            self.fail(SilentFault(f"nothing came for {self._silence_s:g} s"))
-        else:
-            self._timer = loop.call_later(self._silence_s - quiet_s, self._check_silence)
 
-    def take_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        """Called by the connection: the head is complete."""
-        self.status = status
-        self.headers = headers
-        self._has_head = True
-        self._wake()
-
-    def take_body(self, data: bytes, last: bool) -> None:
-        """Called by the connection: more of the body, or its end."""
-        if last:
-            self.ended = True
-            self._timer.cancel()
-        if self._sink is not None:
-            self._sink(data, last)
-        elif data:
-            self._unread.append(data)
-        if last:
-            self._wake()
+def _too_long(bytes_max: int) -> MalformedFault:
+    return MalformedFault(f"the answer has more than {bytes_max} bytes")
 
 
 class _Connection(asyncio.Protocol):
@@ -195,6 +226,7 @@ class _Connection(asyncio.Protocol):
 
     def __init__(self, pool: "EnginePool", loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
+        self.watch = pool.watch
         self.read_at = 0.0
         self._pool = pool
         self._transport: asyncio.Transport | None = None
@@ -262,23 +294,21 @@ class _Connection(asyncio.Protocol):
             if self._head_bytes > _HEAD_BYTES_MAX:
                 exchange.fail(MalformedFault(f"the head has more than {_HEAD_BYTES_MAX} bytes"))
                 return
-        self._hand_over(exchange)
+        if self._pieces or self._complete:
+            self._hand_over(exchange)
 
     def _hand_over(self, exchange: Exchange) -> None:
         pieces = self._pieces
-        complete = self._complete
-        if not pieces and not complete:
-            return
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
-        if complete:
+        if self._complete:
             self._exchange = None
             self._served += 1
             if self._keeps:
                 self._pool.put_back(self)
             else:
                 self.abort()
-        exchange.take_body(data, complete)
+        exchange.take_body(data, self._complete)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -301,24 +331,22 @@ class _Connection(asyncio.Protocol):
         self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._complete:  # Bytes after a whole answer belong to no request.
-            return
-        self._headers.append((name.lower(), value))
+        if not self._complete:  # Bytes after a whole answer belong to no request.
+            self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
         status = self._parser.get_status_code()
         if status < 200 or self._exchange is None or self._complete:
             return
         self._head_bytes = -1
-        names = {name for name, _ in self._headers}
-        bodiless = status in (204, 304)
-        self._until_close = not bodiless and not names & {b"content-length", b"transfer-encoding"}
+        self._until_close = status not in (204, 304) and not any(
+            name in _FRAMING for name, _ in self._headers
+        )
         self._exchange.take_head(status, self._headers)
 
     def on_body(self, data: bytes) -> None:
-        if self._complete:
-            return
-        self._pieces.append(data)
+        if not self._complete:
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
@@ -349,6 +377,7 @@ class EnginePool:
         self._port = port
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
+        self.watch = SilenceWatch()
         # Last put back, first used: the others age out.
         self._idle: dict[_Connection, float] = {}
         self._all: set[_Connection] = set()
@@ -395,7 +424,7 @@ class EnginePool:
     def put_back(self, connection: _Connection) -> None:
         """Called by a connection whose exchange has ended and that can serve another."""
         if connection.open and len(self._idle) < self._idle_max:
-            self._idle[connection] = connection.loop.time()
+            self._idle[connection] = connection.read_at
         else:
             connection.abort()
 
@@ -413,6 +442,7 @@ class EnginePool:
 
     def close(self) -> None:
         """Ends every connection."""
+        self.watch.stop()
         self._idle.clear()
         for connection in list(self._all):
             connection.abort()
