@@ -67,10 +67,21 @@ class RouterServer:
     async def start(self) -> None:
         """Listens and begins to ask after the engines. Raises ListenError."""
         _allow_many_connections()
-        host = self._config.host
+        if self._shares_ports:
+            # The other workers serve meanwhile; this one would refuse what it got before.
+            self._start_asking()
+            await self._until_usable()
+            await self._listen()
+        else:
+            await self._listen()
+            self._start_asking()
         loop = asyncio.get_running_loop()
+        self._tasks = [loop.create_task(self._sweep()), loop.create_task(self._tell_health())]
+
+    async def _listen(self) -> None:
+        host = self._config.host
         try:
-            self._server = await loop.create_server(
+            self._server = await asyncio.get_running_loop().create_server(
                 lambda: ClientConnection(self._listener),
                 host,
                 self._config.port,
@@ -84,11 +95,20 @@ class RouterServer:
         self.port = self._server.sockets[0].getsockname()[1]
         if self._grpc is not None and self._config.grpc_port is not None:
             await self._start_grpc(self._grpc, host, self._config.grpc_port)
+
+    def _start_asking(self) -> None:
         if self._lease is not None:
             self._lease.start()
         self._fleet.changed = self._changed.set
         self._fleet.start()
-        self._tasks = [loop.create_task(self._sweep()), loop.create_task(self._tell_health())]
+
+    async def _until_usable(self) -> None:
+        """Waits until a turn can be served, or for as long as the engines' first answers take."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._config.health_timeout_s):
+                while self._fleet.missing():
+                    self._changed.clear()
+                    await self._changed.wait()
 
     async def _start_grpc(self, grpc: GrpcFront, host: str, port: int) -> None:
         try:
