@@ -6,13 +6,12 @@ import json
 import os
 import signal
 import socket
-import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from router_harness import Client, turn_body
-from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine, chunk
+from router_harness import turn_body
+from router_process import process
+from stub_engine import CHAT, Reply, Seen, StubEngine, chunk
 
 from kvturn_router.config import ConfigError, parse_config
 
@@ -118,60 +117,6 @@ def test_a_wrong_variable_is_refused_by_its_own_name():
     """The operator sees what was set where."""
     with pytest.raises(ConfigError, match="KVTURN_ROUTER_PORT"):
         parse_config(ENGINES, {"KVTURN_ROUTER_PORT": "x"})
-
-
-class Process:
-    """A router in a process of its own."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self.process = process
-        self.port = 0
-
-    async def until_listening(self) -> str:
-        assert self.process.stdout is not None
-        async with asyncio.timeout(GUARD_S):
-            line = (await self.process.stdout.readline()).decode()
-        self.port = int(line.split("http://127.0.0.1:")[1].split(",")[0])
-        return line
-
-    async def client(self) -> Client:
-        return Client(*await asyncio.open_connection("127.0.0.1", self.port))
-
-    async def until_ready(self) -> None:
-        async with asyncio.timeout(GUARD_S):
-            while True:
-                client = await self.client()
-                await client.send("GET", "/ready")
-                if (await client.answer()).status == 200:
-                    return
-                client.close()
-
-    async def end(self) -> tuple[int, str]:
-        """Waits for the exit; returns its code and what was written to stderr."""
-        assert self.process.stderr is not None
-        async with asyncio.timeout(GUARD_S):
-            errors = (await self.process.stderr.read()).decode()
-            return await self.process.wait(), errors
-
-
-@contextlib.asynccontextmanager
-async def process(*flags: str) -> AsyncIterator[Process]:
-    environment = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    started = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-m",
-        "kvturn_router",
-        *flags,
-        env=environment,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    try:
-        yield Process(started)
-    finally:
-        if started.returncode is None:
-            started.kill()
-            await started.wait()
 
 
 async def test_faults_at_start_are_one_line_and_an_exit_code(tmp_path: Path):
