@@ -6,6 +6,8 @@ They run in an environment of their own (`make setup` makes .envs/clients), as p
 import asyncio
 import itertools
 import json
+import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,9 @@ from tool_engine import call_tools, text_of
 CHECKOUT = Path(__file__).parents[1]
 PYTHON = CHECKOUT / ".envs" / "clients" / "bin" / "python"
 CLIENT_S = 120
+BENCHMARK = shlex.split(os.environ.get("KVTURN_MULTI_TURN_BENCHMARK", ""))
+"""How to run the benchmark, as a command line: its Python must have vLLM and pandas."""
+MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
 KEY = [("Authorization", "Bearer none")]
 TEXTS = ["It is Paris: 21 \u00b0C now. \u2600", "It is Rome: 21 \u00b0C now. \u2600"]
 
@@ -66,3 +71,48 @@ async def test_a_client_talks_and_calls_its_tool(client: str):
             for shorter, longer in itertools.pairwise(histories):
                 assert longer[: len(shorter)] == shorter
             assert text_of(histories[3][-1]["content"]) == "Rome: 21 \u00b0C"
+
+
+@pytest.mark.skipif(
+    not BENCHMARK,
+    reason="KVTURN_MULTI_TURN_BENCHMARK does not say how to run benchmark_serving_multi_turn.py,"
+    " which is in vLLM's source distribution, under benchmarks/multi_turn",
+)
+@pytest.mark.parametrize("flags", [[], ["--send-conversation-id"], ["--no-stream"]])
+async def test_vllms_own_multi_turn_benchmark_runs(flags: list[str], tmp_path: Path):
+    """Three conversations of three user turns, two clients at once: nothing fails.
+
+    Every answer is whole, and each turn extends its conversation's last one.
+    """
+    talks = [
+        {
+            "id": f"talk-{number}",
+            "messages": [
+                {"role": role, "content": f"{role} {number} {turn} " + "word " * 20}
+                for turn in range(3)
+                for role in ("user", "assistant")
+            ],
+        }
+        for number in range(3)
+    ]
+    (tmp_path / "in.json").write_text(json.dumps(talks))
+    async with router() as rig:
+        process = await asyncio.create_subprocess_exec(
+            *(*BENCHMARK, "--model", str(MODEL), "--served-model-name", "m"),
+            *("--url", rig.url, "--input-file", str(tmp_path / "in.json")),
+            *("--output-file", str(tmp_path / "out.json"), "--num-clients", "2"),
+            *("--max-active-conversations", "2", "--no-early-stop", *flags),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(CLIENT_S):
+            out, _ = await process.communicate()
+        assert process.returncode == 0, out.decode()[-3000:]
+        assert len(rig.prefill.turns) == len(rig.decode.turns) == 9
+        assert all("conversation_id" not in seen.json for seen in rig.decode.turns)
+        assert {len(seen.json["messages"]) for seen in rig.decode.turns} == {1, 3, 5}
+        answers = json.loads((tmp_path / "out.json").read_text())
+        assert len(answers) == 3
+        for talk in answers:
+            texts = [said["content"] for said in talk["messages"] if said["role"] == "assistant"]
+            assert texts == ["The capital is Paris."] * 3

@@ -1,8 +1,9 @@
 """What every client here does: two questions that each need a tool, in one conversation.
 
 Run by the Python of the clients' own environment, with nothing of this project in it. A script
-runs the conversation in each of its modes and prints one JSON array, its last line: for each mode its name, the
-conversation it was tagged with (null if none), the calls of the tool and the final texts.
+runs the conversation in each of its modes and prints, as its last line, one JSON array: for each
+mode its name, the conversation it was tagged with (null if none), the calls of the tool and the
+final texts.
 """
 
 import argparse
