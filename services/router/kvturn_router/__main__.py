@@ -18,10 +18,13 @@ from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.conversation import ConversationBook
-from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
+from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.fleet import FLAGS, Fleet
 from kvturn_router.forward import Forwarder, TurnLimits
 from kvturn_router.gate import Gate
 from kvturn_router.grpc_front import GrpcFront, RouterServicer
+from kvturn_router.health import Health
+from kvturn_router.health_watch import HealthWatch
 from kvturn_router.http_front import HttpFront
 from kvturn_router.http_wire import Listener, WireLimits
 from kvturn_router.intake import Intake
@@ -37,6 +40,10 @@ from kvturn_router.workers import HeldPort, StartFault, Workers
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
+
+_FAULTS_MAX = 5
+"""Turns in a row that an engine fails until it is out for a while."""
+_GOLDEN_RATIO = 0.618034
 
 
 def boottime_ns() -> int:
@@ -187,6 +194,13 @@ def compose(
         config,
         listener=Listener(front.serve, WireLimits(config.body_bytes_max, config.head_bytes_max)),
         fleet=fleet,
+        health=HealthWatch(
+            fleet,
+            authorization=config.engine_authorization,
+            interval_s=config.health_interval_s,
+            timeout_s=config.health_timeout_s,
+            clock_ns=boottime_ns,
+        ),
         forwarder=forwarder,
         gate=gate,
         lease=lease,
@@ -225,22 +239,24 @@ def _grpc(
 
 def _fleet(config: RouterConfig) -> Fleet:
     tls = ClientTls(config.engine_tls)
+    interval_ns = round(config.health_interval_s * 1e9)
 
-    def engines(role: str) -> list[Engine]:
-        addresses = config.prefills if role == PREFILL else config.decodes
-        return [
-            Engine(address, role, connect_timeout_s=config.connect_timeout_s, tls=tls)
-            for address in addresses
-        ]
+    def build(address: EngineAddress, number: int) -> Engine:
+        health = Health(
+            interval_ns=interval_ns,
+            failures_max=config.health_failures_max,
+            faults_max=_FAULTS_MAX,
+            # Multiples of the golden ratio lie evenly, however many there are.
+            phase=number * _GOLDEN_RATIO % 1,
+            now_ns=boottime_ns(),
+        )
+        return Engine(address, health=health, connect_timeout_s=config.connect_timeout_s, tls=tls)
 
-    return Fleet(
-        engines(PREFILL),
-        engines(DECODE),
-        authorization=config.engine_authorization,
-        health_interval_s=config.health_interval_s,
-        health_timeout_s=config.health_timeout_s,
-        failures_max=config.health_failures_max,
-    )
+    fleet = Fleet(build, boottime_ns)
+    for role, addresses in ((PREFILL, config.prefills), (DECODE, config.decodes)):
+        for address in addresses:
+            fleet.add(address.url, role, FLAGS)
+    return fleet
 
 
 def _new_conversation_id(scope: str) -> str:

@@ -282,9 +282,9 @@ class _Turn:
         try:
             plan = decide(
                 self._resolution,
-                fleet.prefills,
-                fleet.decodes,
-                fleet.holder(self._resolution.http_address),
+                list(fleet.prefills),
+                list(fleet.decodes),
+                fleet.holder_index(self._resolution.http_address),
                 alone=self._request.alone,
             )
         except NoEngine as error:
@@ -351,8 +351,7 @@ class _Turn:
         parts = prefill_parts(self._request.members, transfer)
         watch = self._watch(lease_id)
         began_ns = forwarder.clock_ns()
-        engine.in_flight += 1
-        engine.served += 1
+        engine.begin()
         exchange: Exchange | None = None
         fault: str | None = "given up"
         try:
@@ -375,7 +374,7 @@ class _Turn:
             fault = str(error)
             raise
         finally:
-            engine.in_flight -= 1
+            engine.end()
             if watch is not None:
                 watch.stop()
             if exchange is not None:
@@ -443,8 +442,7 @@ class _Turn:
         parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
         if handed is not None and transfer is not None:
             self._unfetched = (engine, transfer)
-        engine.in_flight += 1
-        engine.served += 1
+        engine.begin()
         exchange: Exchange | None = None
         fault: str | None = "given up"
         try:
@@ -463,7 +461,7 @@ class _Turn:
             fault = str(error)
             raise
         finally:
-            engine.in_flight -= 1
+            engine.end()
             if exchange is not None:
                 exchange.close()
             span.end({"kvturn.decode.engine": engine.url}, fault=fault)

@@ -7,8 +7,8 @@ number. The head of the shortest line's is the answer: of equals, the one that
 has waited longest for a turn. Sans-IO.
 """
 
-from collections.abc import Collection, Iterator
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Collection, Iterable, Iterator
+from typing import Protocol, TypeVar
 
 
 class Loaded(Protocol):
@@ -26,7 +26,7 @@ class Loaded(Protocol):
 E = TypeVar("E", bound=Loaded)
 
 
-class Loads(Generic[E]):
+class Loads(Iterable[E]):
     """Engines of one role, live: they may come, go and change at any time."""
 
     def __init__(self) -> None:
@@ -41,6 +41,10 @@ class Loads(Generic[E]):
     def __iter__(self) -> Iterator[E]:
         """All engines of the role, in the order in which they came."""
         return iter(list(self._engines))
+
+    def __getitem__(self, index: int) -> E:
+        """The engine that came as the `index`-th; for turns that are planned by index."""
+        return list(self._engines)[index]
 
     def __contains__(self, engine: object) -> bool:
         return engine in self._engines

@@ -18,7 +18,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import grpc
 import grpc.aio
@@ -26,6 +26,7 @@ import grpc.aio
 from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_router.conversation import ConversationKey
+from kvturn_router.fleet import AnnouncedEngine
 from kvturn_router.plan import Resolution
 from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
 from kvturn_router.verdict import Verdict
@@ -57,19 +58,6 @@ _ROLES: Final = {
     common_pb2.ENGINE_ROLE_DECODE: "decode",
     common_pb2.ENGINE_ROLE_BOTH: "both",
 }
-
-
-class AnnouncedEngine(NamedTuple):
-    """An engine as its session with the lease service describes it.
-
-    `role` is "prefill", "decode" or "both", "" if it says none.
-    `http_address` is as the engine says, unchecked, "" if it says none.
-    """
-
-    engine_id: str
-    role: str
-    http_address: str
-    draining: bool
 
 
 class EngineListener(Protocol):

@@ -14,6 +14,7 @@ from kvturn_router.fleet import Fleet
 from kvturn_router.forward import Forwarder
 from kvturn_router.gate import Gate
 from kvturn_router.grpc_front import GrpcFront
+from kvturn_router.health_watch import HealthWatch
 from kvturn_router.http_wire import ClientConnection, Listener
 from kvturn_router.lease_client import LeaseClient
 
@@ -42,6 +43,7 @@ class RouterServer:
         *,
         listener: Listener,
         fleet: Fleet,
+        health: HealthWatch,
         forwarder: Forwarder,
         gate: Gate,
         lease: LeaseClient | None,
@@ -54,6 +56,7 @@ class RouterServer:
         self._tls = tls
         self._listener = listener
         self._fleet = fleet
+        self._health = health
         self._forwarder = forwarder
         self._gate = gate
         self._lease = lease
@@ -100,7 +103,7 @@ class RouterServer:
         if self._lease is not None:
             self._lease.start()
         self._fleet.changed = self._changed.set
-        self._fleet.start()
+        self._health.start()
 
     async def _until_usable(self) -> None:
         """Waits until a turn can be served, or for as long as the engines' first answers take."""
@@ -147,7 +150,8 @@ class RouterServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._lease is not None:
             await self._lease.stop()
-        await self._fleet.stop()
+        await self._health.stop()
+        self._fleet.close()
 
     async def _close_listener(self) -> None:
         if self._server is not None:

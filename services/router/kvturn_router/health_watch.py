@@ -1,0 +1,103 @@
+"""Asks engines after their health, each at its own time.
+
+How many there are changes only how many are asked in an interval: at most
+`ASKED_AT_ONCE` at a time, and after the first round spread over the interval.
+Engines that are out, and may not answer at all, take up at most half of that.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from kvturn_router.engine import Engine
+from kvturn_router.engine_http import EngineFault
+from kvturn_router.fleet import Fleet
+
+ASKED_AT_ONCE: Final = 32
+"""Engines asked at a time."""
+
+_HEALTH_BODY_MAX: Final = 64 << 10
+_TICKS: Final = 32
+"""Looks per interval at who is due."""
+
+
+class HealthWatch:
+    """The loop that asks, from `start` to `stop`.
+
+    `authorization` is what the router itself sends to engines, None if nothing.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        authorization: bytes | None,
+        interval_s: float,
+        timeout_s: float,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._fleet = fleet
+        self._authorization = authorization
+        self._tick_s = interval_s / _TICKS
+        self._timeout_s = timeout_s
+        self._clock_ns = clock_ns
+        self._asking: dict[Engine, asyncio.Task[None]] = {}
+        self._run: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to ask, every engine at once to begin with."""
+        self._run = asyncio.get_running_loop().create_task(self._watch())
+
+    async def stop(self) -> None:
+        """Stops asking."""
+        tasks = [*self._asking.values()]
+        if self._run is not None:
+            tasks.append(self._run)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _watch(self) -> None:
+        while True:
+            self._fleet.sweep()
+            now_ns = self._clock_ns()
+            for engine in self._fleet:
+                due = engine.health.due_ns <= now_ns and engine not in self._asking
+                if due and self._has_room_for(engine):
+                    self._ask(engine)
+            await asyncio.sleep(self._tick_s)
+
+    def _has_room_for(self, engine: Engine) -> bool:
+        if engine.usable:
+            return len(self._asking) < ASKED_AT_ONCE
+        out = sum(not one.usable for one in self._asking)
+        return out < ASKED_AT_ONCE // 2
+
+    def _ask(self, engine: Engine) -> None:
+        loop = asyncio.get_running_loop()
+        engine.pool.sweep(loop.time())
+        task = self._asking[engine] = loop.create_task(self._asked(engine))
+        task.add_done_callback(lambda _: self._asking.pop(engine))
+
+    async def _asked(self, engine: Engine) -> None:
+        fault = await self._fault_of(engine)
+        if fault is None:
+            self._fleet.seen_well(engine)
+        else:
+            self._fleet.seen_badly(engine, fault)
+
+    async def _fault_of(self, engine: Engine) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                exchange = await engine.get(
+                    b"/health", authorization=self._authorization, silence_s=self._timeout_s
+                )
+                try:
+                    await exchange.body(_HEALTH_BODY_MAX)
+                finally:
+                    exchange.close()
+        except TimeoutError:
+            return f"no health answer within {self._timeout_s:g} s"
+        except EngineFault as error:
+            return str(error)
+        return None if exchange.status == 200 else f"its health answer is {exchange.status}"
