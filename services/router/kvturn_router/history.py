@@ -16,7 +16,8 @@ A prompt is text without seams. It is cut at places that depend on nothing but
 their distance from its start: the numbers of at most five significant bits, so
 that neighbours are 3 to 6 % apart. A turn's own digest is made at the last of
 them that its prompt reaches, and a later turn looks at the 18 before its own,
-which finds any earlier turn of at least half its length.
+which finds any earlier turn of at least half its length. A turn that adds less
+than 3 to 6 % has the same own digest: it is taken for the same prompt again.
 """
 
 from collections.abc import Sequence
@@ -119,8 +120,9 @@ def _digests(seed: bytes, text: bytes, cuts: _Cuts) -> tuple[bytes, ...]:
 
 
 def _prompt_cuts(text: bytes) -> _Cuts | None:
-    # Offsets count from the first byte after the quote or bracket.
-    size = len(text) - 2
+    # Places count from the first byte after the quote or bracket. How far a
+    # prompt reaches need not be exact, so what may close it is left out.
+    size = len(text.rstrip(b'"]')) - 1
     if size < 1:
         return None
     places: list[int] = []
@@ -157,12 +159,12 @@ def _role_first_cuts(text: bytes) -> _Cuts | None:
 
 def _first_seam(text: bytes) -> int:
     # Searching backwards is several times faster, so that finds about where.
-    reach = 1024
-    while text.rfind(_ROLE_FIRST, 2, reach) < 0:
+    begin, reach = 2, 1024
+    while text.rfind(_ROLE_FIRST, begin, reach) < 0:
         if reach >= len(text):
             return _seam(text, len(text) - 1)
-        reach *= 2
-    return _seam(text, text.find(_ROLE_FIRST, max(2, reach // 2 - len(_ROLE_FIRST))))
+        begin, reach = reach - len(_ROLE_FIRST), reach * 2
+    return _seam(text, text.find(_ROLE_FIRST, begin))
 
 
 def _seam(text: bytes, place: int) -> int:
