@@ -17,6 +17,7 @@ def pytest_asyncio_loop_factories(
 ) -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Asked for each test; there is one loop for it, so its name does not grow."""
     del config
-    if item.path.name.startswith(("test_router_", "test_fidelity_", "test_clients")):
+    of_the_router = ("test_router_", "test_fidelity_", "test_clients", "test_security_")
+    if item.path.name.startswith(of_the_router):
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
