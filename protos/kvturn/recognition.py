@@ -249,12 +249,12 @@ class Recognition:
     def _used(self, key: Key) -> _Branch:
         branch = self._entries.get(key)
         if branch is None:
+            if len(self._entries) >= self._entries_max:
+                self._drop(next(iter(self._entries.values())))
             key = (key[0], key[1], key[2])
             branch = self._entries[key] = _Branch(key)
             if (above := _above(key)) is not None:
                 self._under.add(above, branch)
-            if len(self._entries) > self._entries_max:
-                self._drop(next(iter(self._entries.values())))
         else:
             self._entries.move_to_end(key)
         self._uses += 1
