@@ -122,3 +122,47 @@ COMPLETION_FIELDS = _BOTH | {
     "suffix": Field(KEPT, "end"),
     "prompt_embeds": Field(ALONE, "AAAA"),
 }
+
+_FUNCTION = {"type": "function", "name": "f", "parameters": _SCHEMA, "strict": True}
+_MESSAGE = {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "x"}]}
+_NOT_OF_RESPONSES = (
+    *("length_penalty", "spaces_between_special_tokens", "truncate_prompt_tokens"),
+    *("truncation_side", "allowed_token_ids", "bad_words", "add_special_tokens"),
+    *("response_format", "return_tokens_as_token_ids", "return_token_offsets"),
+    *("repetition_detection", "thinking_token_budget", "stream_options", "stream_interval"),
+    *("max_tokens", "min_tokens", "return_token_ids", "n", "use_beam_search", "prompt_logprobs"),
+    *("routed_experts_prompt_start", "echo"),
+)
+
+RESPONSES_FIELDS = {
+    name: field for name, field in _BOTH.items() if name not in _NOT_OF_RESPONSES
+} | {
+    "input": Field(KEPT, [_MESSAGE]),
+    "instructions": Field(KEPT, "Be \u00e9."),
+    "include": Field(KEPT, ["message.output_text.logprobs"]),
+    "top_logprobs": Field(KEPT, 5),
+    "max_tool_calls": Field(KEPT, 3),
+    "parallel_tool_calls": Field(KEPT, False),
+    "prompt": Field(KEPT, None),
+    "prompt_cache_key": Field(KEPT, "k"),
+    "reasoning": Field(KEPT, {"effort": "low"}),
+    "include_reasoning": Field(KEPT, False),
+    "service_tier": Field(KEPT, "flex"),
+    "text": Field(KEPT, {"format": {"type": "json_object"}}),
+    "tools": Field(KEPT, [_FUNCTION]),
+    "tool_choice": Field(KEPT, "required", {"tools": [_FUNCTION]}),
+    "previous_input_messages": Field(KEPT, [{"role": "user", "content": "x"}]),
+    "media_io_kwargs": Field(KEPT, {"image": {"a": 1}}),
+    "mm_processor_kwargs": Field(KEPT, {"a": 1}),
+    "chat_template_kwargs": Field(KEPT, {"enable_thinking": False}),
+    "store": Field(SET, True),
+    "stream": Field(SET, True),
+    "max_output_tokens": Field(SET, 500),
+    "stop": Field(DECODE, ["x"]),
+    "metadata": Field(DECODE, {"a": "b"}),
+    "enable_response_messages": Field(DECODE, True),
+    "previous_response_id": Field(ALONE, "resp_1"),
+    "background": Field(ALONE, True),
+    "truncation": Field(ALONE, "auto"),
+    "request_id": Field(SET, "mine"),
+}

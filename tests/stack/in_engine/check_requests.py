@@ -8,15 +8,28 @@ from typing import Any
 CHECKOUT = Path(__file__).parents[3]
 sys.path[:0] = [str(CHECKOUT / "services" / "router"), str(CHECKOUT / "tests")]
 
-from request_fields import ALONE, CHAT_FIELDS, COMPLETION_FIELDS, WITHHELD, Field  # noqa: E402
+from request_fields import (  # noqa: E402
+    ALONE,
+    CHAT_FIELDS,
+    COMPLETION_FIELDS,
+    RESPONSES_FIELDS,
+    WITHHELD,
+    Field,
+)
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # noqa: E402
+from vllm.entrypoints.openai.responses.protocol import ResponsesRequest  # noqa: E402
 
 from kvturn_router.body import (  # noqa: E402
     decode_parts,
     needs_decode_alone,
     parse,
     prefill_parts,
+)
+from kvturn_router.responses import (  # noqa: E402
+    responses_decode_parts,
+    responses_need_decode_alone,
+    responses_prefill_parts,
 )
 
 CHAT = ("/v1/chat/completions", ChatCompletionRequest, CHAT_FIELDS)
@@ -45,7 +58,8 @@ def read(request: Any, parts: list[bytes]) -> Any:
 
 
 def check_every_field_of_vllm_is_known() -> None:
-    for path, request, fields in (CHAT, COMPLETIONS):
+    responses = ("/v1/responses", ResponsesRequest, RESPONSES_FIELDS)
+    for path, request, fields in (CHAT, COMPLETIONS, responses):
         unknown = request.model_fields.keys() - fields.keys()
         assert not unknown, f"{path}: say in request_fields.py what becomes of {sorted(unknown)}"
 
@@ -116,6 +130,34 @@ def check_decode_reads_what_the_client_sent() -> None:
                 for withheld in ("request_id", "kv_transfer_params", "ec_transfer_params"):
                     ours.pop(withheld)
             assert read_by_decode == sent, name
+
+
+def check_the_legs_of_every_field_of_a_response() -> None:
+    for name, field in RESPONSES_FIELDS.items():
+        if name not in ResponsesRequest.model_fields:
+            continue
+        body = {"model": "m", "input": "x"} | field.needs | {name: field.example}
+        got = parse(json.dumps(body).encode())
+        alone = field.way == ALONE
+        assert responses_need_decode_alone(got) is alone, name
+        decode = read(ResponsesRequest, responses_decode_parts(got, None, "resp_ours"))
+        assert decode.request_id == "resp_ours", name
+        sent = ResponsesRequest.model_validate(json.loads(json.dumps(body))).model_dump()
+        kept = decode.model_dump()
+        for withheld in ("request_id", "kv_transfer_params", "ec_transfer_params"):
+            assert sent.pop(withheld) != kept.pop(withheld) or name != withheld, name
+        assert kept == sent, name
+        if alone:
+            continue
+        prefill = read(ResponsesRequest, responses_prefill_parts(got, b'{"do_remote_decode":true}'))
+        assert not prefill.stream, name
+        assert not prefill.store, name
+        assert prefill.to_sampling_params(1000, {}).max_tokens == 1, name
+        assert not prefill.to_sampling_params(1000, {}).stop, name
+        for of_prompt in ("input", "instructions", "tools", "tool_choice", "truncation"):
+            assert getattr(prefill, of_prompt) == getattr(decode, of_prompt), name
+        template = prefill.build_chat_params(None, "auto"), decode.build_chat_params(None, "auto")
+        assert template[0] == template[1], name
 
 
 if __name__ == "__main__":
