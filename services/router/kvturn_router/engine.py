@@ -3,7 +3,6 @@
 import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
-from urllib.parse import urlsplit
 
 from kvturn.tls import ClientTls
 from kvturn_router.engine_http import EnginePool, Exchange, request_bytes
@@ -16,7 +15,10 @@ PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
 
-_HOST: Final = re.compile(r"[a-z0-9._-]{1,253}")
+_URL: Final = re.compile(
+    r"http(?P<tls>s)?://(?P<host>[a-z0-9._-]{1,253}|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?",
+    re.IGNORECASE | re.ASCII,
+)
 
 
 class EngineAddress(NamedTuple):
@@ -31,7 +33,7 @@ class EngineAddress(NamedTuple):
     @property
     def secure(self) -> bool:
         """Whether it is spoken to over TLS."""
-        return self.url.startswith("https://")
+        return self.url.lower().startswith("https://")
 
     @property
     def place(self) -> str:
@@ -46,26 +48,19 @@ def engine_address(url: str) -> EngineAddress:
     Raises ValueError, in words that follow the URL, if it is not
     `http://HOST:PORT` or `https://HOST:PORT` with nothing after it.
     """
-    url = url.removesuffix("/")
-    try:
-        parts = urlsplit(url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        host = _host_of(parts.hostname or "")
-    except ValueError:
-        raise ValueError("must be http://HOST:PORT and nothing more") from None
-    if parts.scheme not in ("http", "https"):
+    if not url.lower().startswith(("http://", "https://")):
         raise ValueError("must begin with http:// or https://")
-    if parts.path or parts.query or parts.fragment or "@" in parts.netloc or parts.port == 0:
+    parts = _URL.fullmatch(url)
+    port = int(parts["port"] or (443 if parts["tls"] else 80)) if parts else 0
+    if parts is None or not 0 < port < 65_536:
         raise ValueError("must be http://HOST:PORT and nothing more")
-    return EngineAddress(url, host, port)
-
-
-def _host_of(host: str) -> str:
-    if ":" in host:
-        return ipaddress.IPv6Address(host).compressed
-    if not _HOST.fullmatch(host):
-        raise ValueError
-    return host
+    host = parts["host"].lower()
+    if host.startswith("["):
+        try:
+            host = ipaddress.IPv6Address(host[1:-1]).compressed
+        except ValueError:
+            raise ValueError("must have an IPv6 address in its brackets") from None
+    return EngineAddress(url.removesuffix("/"), host, port)
 
 
 class Engine:

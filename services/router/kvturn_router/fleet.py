@@ -137,21 +137,11 @@ class Fleet:
 
     def views(self) -> list[EngineView]:
         """Returns all engines as they are now, by URL."""
-        views = [
-            EngineView(
-                engine.url,
-                engine.role,
-                [*member.roles, *(f"session:{name}" for name in member.sessions)],
-                engine.usable,
-                engine.health.reason,
-                engine.draining,
-                engine.in_flight,
-                engine.served,
-            )
-            for member in self._members.values()
-            for engine in (member.engine,)
-        ]
-        return sorted(views)
+        return sorted(map(_view, self._members.values()))
+
+    def view(self, url: str) -> EngineView:
+        """Returns the engine at a URL as it is now. Raises KeyError if nobody names one."""
+        return _view(self._members[_place_of(url)])
 
     # --- named by flags and operators -------------------------------------------------------------
 
@@ -341,6 +331,20 @@ class Fleet:
             logger.warning("%s engine %s is not usable: %s", engine.role, engine.url, why)
         engine.changed()
         self.changed()
+
+
+def _view(member: _Member) -> EngineView:
+    engine = member.engine
+    return EngineView(
+        engine.url,
+        engine.role,
+        [*member.roles, *(f"session:{name}" for name in member.sessions)],
+        engine.usable,
+        engine.health.reason,
+        engine.draining,
+        engine.in_flight,
+        engine.served,
+    )
 
 
 def _joined(*roles: str) -> str:

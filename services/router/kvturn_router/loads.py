@@ -7,7 +7,7 @@ number. The head of the shortest line's is the answer: of equals, the one that
 has waited longest for a turn. Sans-IO.
 """
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Protocol, TypeVar
 
 
@@ -30,6 +30,8 @@ class Loads(Iterable[E]):
     """Engines of one role, live: they may come, go and change at any time."""
 
     def __init__(self) -> None:
+        self.opened: Callable[[], None] = lambda: None
+        """Called when an engine that could not be given a turn can be."""
         # A dict keeps the order of arrival and lets go from the middle.
         self._engines: dict[E, int | None] = {}
         self._lines: dict[int, dict[E, None]] = {}
@@ -76,6 +78,8 @@ class Loads(Iterable[E]):
             if not self._lines or now < self._least:
                 self._least = now
             self._lines.setdefault(now, {})[engine] = None
+            if line is None:
+                self.opened()
 
     def least(self, tried: Collection[E] = ()) -> E | None:
         """Returns the open engine with the fewest requests in flight, None if there is none.
