@@ -179,6 +179,7 @@ SAID = {
     "turn": 3,
     "lease_id": "inc.1.1",
     "traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01",
+    "history": "000102030405060708090a0b0c0d0e0f",
 }
 
 
@@ -190,6 +191,7 @@ def test_turn_is_what_the_router_says() -> None:
         turn=3,
         lease_id="inc.1.1",
         traceparent=SAID["traceparent"],
+        history=bytes(range(16)),
     )
 
 
@@ -223,6 +225,14 @@ def test_malformed_turn_number_counts_as_not_told(value: object) -> None:
     """It goes into a uint32, which refuses these."""
     turn = Turn.of({"kvturn": {**SAID, "turn": value}})
     assert common_pb2.Retention(turn=turn.turn).turn == 0
+
+
+@pytest.mark.parametrize(
+    "value", [None, 7, "", "0" * 31, "0" * 33, "0" * 31 + "g", "A" * 32, "0" * 31 + "\n", "٠" * 32]
+)
+def test_malformed_history_counts_as_not_said(value: object) -> None:
+    """The lease service refuses a grant whose digest is not 16 bytes."""
+    assert Turn.of({"kvturn": {**SAID, "history": value}}).history == b""
 
 
 def test_scope_is_all_that_kv_depends_on() -> None:

@@ -283,6 +283,7 @@ class DecodeScheduler(LeasedScheduler):
                 prompt_tokens=request.num_prompt_tokens,
                 local_cached_tokens=local_tokens,
                 turn=turn.turn,
+                history=turn.history,
             ),
             request.all_token_ids[:token_count],
             scope_of(request, turn.conversation, self._model),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 TEXT_BYTES_MAX = 256
+_HISTORY = re.compile("[0-9a-f]{32}", re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,8 @@ class Turn:
     """The lease to read, for a prefill request. Empty: none."""
     traceparent: str
     """W3C trace context of the turn. Empty: none."""
+    history: bytes = b""
+    """Digest of the history that the turn was asked with, 16 bytes. Empty: not told."""
 
     @classmethod
     def of(cls, params: Mapping[str, Any] | None) -> Turn:
@@ -47,6 +51,7 @@ class Turn:
             turn=_turn_number(said.get("turn")),
             lease_id=_text(said, "lease_id") if conversation else "",
             traceparent=_text(said, "traceparent"),
+            history=_digest(said.get("history")),
         )
 
 
@@ -85,6 +90,12 @@ def _text(said: Mapping[str, Any], key: str) -> str:
     except UnicodeEncodeError:  # Half a surrogate pair, which JSON can spell and protobuf cannot.
         return ""
     return value if len(encoded) <= TEXT_BYTES_MAX else ""
+
+
+def _digest(value: object) -> bytes:
+    if isinstance(value, str) and _HISTORY.fullmatch(value):
+        return bytes.fromhex(value)
+    return b""
 
 
 def _turn_number(value: object) -> int:
