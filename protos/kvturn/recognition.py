@@ -24,6 +24,7 @@ KV is used, and never crosses tenants. Nothing here does I/O or knows the time;
 the lease service recognises for all routers, a router in stock mode for itself.
 """
 
+import functools
 import hashlib
 import re
 from collections import OrderedDict
@@ -305,10 +306,15 @@ def _above(key: Key) -> Key | None:
 
 
 def _asked(key: Key, points: Sequence[bytes]) -> list[bytes]:
-    # The tag keeps the digests of tenants and models apart, whoever makes them equal.
-    named = f"{len(key[0])}:{key[0]}{key[1]}".encode()
-    tag = hashlib.blake2b(named, digest_size=8).digest()
+    tag = _tag(key[0], key[1])
     return [tag + point[:POINT_BYTES] for point in points[:POINTS_MAX]]
+
+
+@functools.lru_cache(maxsize=1_024)
+def _tag(tenant: str, model: str) -> bytes:
+    """Returns what keeps the digests of tenants and models apart, whoever makes them equal."""
+    named = f"{len(tenant)}:{tenant}{model}".encode()
+    return hashlib.blake2b(named, digest_size=8).digest()
 
 
 def _named(branch: _Branch, asked: Sequence[bytes]) -> Named:
