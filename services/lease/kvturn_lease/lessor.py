@@ -474,14 +474,19 @@ class Lessor:
         self._forget_lost_turns(conversation, now_ns)
         conversation.closed = False
         conversation.alive_until_ns = now_ns + self._idle_ns(conversation)
+        if conversation.lease is not None:
+            self._note_outlook(conversation.lease)
+            self._arm_lease(conversation.lease)
+        return self._resolution(conversation, now_ns)
+
+    def _resolution(self, conversation: Conversation, now_ns: int) -> Resolution:
+        """Returns who holds a conversation, whose lease is settled, as a turn of it is told."""
         lease = conversation.lease
         if lease is None:
             verdict = conversation.verdict
             if verdict == Verdict.FIRST_TURN:
                 conversation.verdict = Verdict.NO_LEASE
             return self._unheld(conversation, verdict)
-        self._note_outlook(lease)
-        self._arm_lease(lease)
         lease_id = self._id_of(lease)
         verdict = self._read_refusal(lease, lease_id, now_ns)
         if verdict != Verdict.NONE:
@@ -496,21 +501,29 @@ class Lessor:
             lease.history,
         )
 
-    def begin_turn(self, key: ConversationKey, now_ns: int) -> int:
-        """Notes that a turn began, as touch() does; returns its number, from 1."""
-        self.touch(key, 1, now_ns)
-        conversation = self._conversation(key)
+    def begin_turn(
+        self, key: ConversationKey, ask: bool, now_ns: int
+    ) -> tuple[int, Resolution | None]:
+        """Notes that a turn began, as touch() does.
+
+        Returns its number in the conversation, from 1, and, if it asks, what resolve() tells.
+        """
+        conversation = self._touched(key, 1, now_ns)
         conversation.turns_begun = max(conversation.turns_begun, conversation.turn) + 1
-        return conversation.turns_begun
+        return conversation.turns_begun, self._resolution(conversation, now_ns) if ask else None
 
     def take_over_turn(self, key: ConversationKey, now_ns: int) -> None:
         """Notes that a turn is in flight which was numbered before, maybe by another term."""
-        self.touch(key, 1, now_ns)
-        conversation = self._conversation(key)
+        conversation = self._touched(key, 1, now_ns)
         conversation.turns_begun = max(conversation.turns_begun, conversation.turn, 1)
 
     def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
         """Notes a sign of life, and that so many more turns began than ended."""
+        self._touched(key, turns_in_flight_delta, now_ns)
+
+    def _touched(
+        self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int
+    ) -> Conversation:
         self._advance(now_ns)
         conversation = self._conversation(key)
         if conversation.lease is not None:
@@ -524,6 +537,7 @@ class Lessor:
             if conversation.absence_ns > self.config.idle_ns:
                 conversation.absence_ns = 0
         self._extend_life(conversation, now_ns)
+        return conversation
 
     def keep_alive(self, key: ConversationKey, absence_ns: int | None, now_ns: int) -> int:
         """Its client will be back within `absence_ns`, or say so again: it is idle after that.

@@ -86,13 +86,18 @@ class Turn:
     __slots__ = ("ended", "id", "key", "number", "points", "retained", "session", "timer_ns")
 
     def __init__(
-        self, session: RouterSession, turn_id: int, key: ConversationKey, points: Sequence[bytes]
+        self,
+        session: RouterSession,
+        turn_id: int,
+        key: ConversationKey,
+        points: Sequence[bytes],
+        number: int,
     ) -> None:
         self.session = session
         self.id = turn_id
         self.key = key
         self.points = points
-        self.number = 0
+        self.number = number
         """In its conversation; 0 if it was given by another session or term."""
         self.ended = False
         self.retained = False
@@ -191,7 +196,7 @@ class Routers:
                 self._settle(turn, now_ns)
             else:
                 self._lines[turn.key].waiting.remove(turn)
-                self._news.append((turn.session, self._answer(turn, now_ns)))
+                self._answer(turn, now_ns)
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -205,7 +210,7 @@ class Routers:
             if told.turn_id not in session.turns and len(session.turns) < self._limits.turns:
                 self._recognition.began(told.key, told.points)
                 self._lessor.take_over_turn(told.key, now_ns)
-                self._count_in(Turn(session, told.turn_id, told.key, told.points))
+                self._count_in(Turn(session, told.turn_id, told.key, told.points, 0))
         return session
 
     def close(self, session: RouterSession, now_ns: int) -> None:
@@ -231,25 +236,16 @@ class Routers:
         if named.conversation_id != key.conversation_id:
             key = ConversationKey(key.tenant, key.model, named.conversation_id)
         self._recognition.began(key, points)
-        turn = Turn(session, told.turn_id, key, points)
-        turn.number = self._lessor.begin_turn(key, now_ns)
-        line = self._lines.get(key)
-        waits = (
-            line is not None
-            and told.wait_ns > 0
-            and told.reuse
-            and len(line.waiting) < self._limits.waiting
-            and line.must_wait(points)
-        )
-        self._count_in(turn)
+        waits = told.reuse and told.wait_ns > 0 and self._must_wait(key, points)
+        asks = told.reuse and not waits
+        number, resolution = self._lessor.begin_turn(key, asks, now_ns)
+        turn = Turn(session, told.turn_id, key, points, number)
+        line = self._count_in(turn)
         if waits:
-            assert line is not None
             line.waiting.append(turn)
             self._deadlines.arm(turn, now_ns + told.wait_ns)
             return None
-        if not told.reuse:
-            return Begun(turn.id, key.conversation_id, turn.number)
-        return self._answer(turn, now_ns)
+        return _begun(turn, resolution)
 
     def end(self, session: RouterSession, turn_id: int, retains: bool, now_ns: int) -> Turn | None:
         """Counts a turn out; returns it, None if it is not in flight here.
@@ -325,12 +321,19 @@ class Routers:
 
     # ---- inside --------------------------------------------------------------------------
 
-    def _count_in(self, turn: Turn) -> None:
+    def _must_wait(self, key: ConversationKey, points: Sequence[bytes]) -> bool:
+        line = self._lines.get(key)
+        if line is None or len(line.waiting) >= self._limits.waiting:
+            return False
+        return line.must_wait(points)
+
+    def _count_in(self, turn: Turn) -> _Line:
         turn.session.turns[turn.id] = turn
         line = self._lines.get(turn.key)
         if line is None:
             line = self._lines[turn.key] = _Line()
         line.add(turn)
+        return line
 
     def _settle(self, turn: Turn, now_ns: int) -> None:
         """The grant of a turn that ended has come, or is given up."""
@@ -354,11 +357,16 @@ class Routers:
                 still.append(turn)
             else:
                 self._deadlines.disarm(turn)
-                self._news.append((turn.session, self._answer(turn, now_ns)))
+                self._answer(turn, now_ns)
         line.waiting = still
 
-    def _answer(self, turn: Turn, now_ns: int) -> Begun:
+    def _answer(self, turn: Turn, now_ns: int) -> None:
         resolution = self._lessor.resolve(turn.key, now_ns)
-        history = resolution.history
-        extends = history != b"" and history in turn.points[1:]
-        return Begun(turn.id, turn.key.conversation_id, turn.number, resolution, extends)
+        self._news.append((turn.session, _begun(turn, resolution)))
+
+
+def _begun(turn: Turn, resolution: Resolution | None) -> Begun:
+    extends = False
+    if resolution is not None and resolution.history:
+        extends = resolution.history in turn.points[1:]
+    return Begun(turn.id, turn.key.conversation_id, turn.number, resolution, extends)

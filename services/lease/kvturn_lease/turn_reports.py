@@ -38,24 +38,26 @@ class TurnReports:
     def add(self, key: ConversationKey, report: bytes) -> None:
         """Keeps the report of a conversation's latest turn, serialized."""
         self._sequence += 1
-        before = self._reports.pop(key, ())
         # The sequence in front: so those of several conversations sort by age.
         numbered = self._sequence.to_bytes(_SEQUENCE_BYTES, "big") + report
-        reports = self._reports[key] = (*before[-(REPORTS_MAX - 1) :], numbered)
-        self._bytes += _size(reports) - _size(before)
+        self._bytes += len(numbered) + _REPORT_BYTES
+        reports = self._reports.get(key)
+        if reports is None:
+            self._reports[key] = (numbered,)
+            self._bytes += _CONVERSATION_BYTES
+        else:
+            if len(reports) == REPORTS_MAX:
+                self._bytes -= len(reports[0]) + _REPORT_BYTES
+                reports = reports[1:]
+            self._reports[key] = (*reports, numbered)
+            self._reports.move_to_end(key)
         while self._bytes > self._bytes_max:
             _, forgotten = self._reports.popitem(last=False)
-            self._bytes -= _size(forgotten)
+            self._bytes -= _CONVERSATION_BYTES
+            self._bytes -= sum(len(each) + _REPORT_BYTES for each in forgotten)
 
     def latest(self, keys: Iterable[ConversationKey]) -> list[tuple[ConversationKey, bytes]]:
         """Returns the latest reports of conversations together, the oldest first."""
         found = [(report, key) for key in keys for report in self._reports.get(key, ())]
         found.sort()
         return [(key, report[_SEQUENCE_BYTES:]) for report, key in found[-REPORTS_MAX:]]
-
-
-def _size(reports: tuple[bytes, ...]) -> int:
-    """Returns about how many bytes of memory a conversation's reports take; 0 for none."""
-    if not reports:
-        return 0
-    return _CONVERSATION_BYTES + sum(len(report) + _REPORT_BYTES for report in reports)

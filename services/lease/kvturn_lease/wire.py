@@ -43,11 +43,14 @@ _ENGINE_ID_BYTES_MAX = 128
 _ROUTER_ID_BYTES_MAX = 128
 _REPORT_BYTES_MAX = 4_096
 _KEY_PART_BYTES_MAX = 256
+_SHORT = _KEY_PART_BYTES_MAX // 4
+"""A text of so few characters has at most 256 bytes, and need not be measured."""
 _TEXT_BYTES_MAX = 2_048
 
 TOKENS_MAX = 16_777_216
 DIGEST_STRIDE_TOKENS = 16
 DIGEST_BYTES = 16
+_DIGEST_LENGTHS = frozenset((DIGEST_BYTES,))
 _GROUPS_MAX = 256
 _BLOCK_SIZE_MAX = 65_536
 _NUMBER_MAX = 2**63 - 1
@@ -76,9 +79,10 @@ def _check_text(text: str, field: str, least: int, most: int) -> None:
 
 def span_ns(span: Duration, field: str) -> int:
     """Reads a span of 0 or more. Raises InvalidArgument."""
-    fits = 0 <= span.seconds <= 315_576_000_000 and 0 <= span.nanos < _SECOND_NS
+    seconds, nanos = span.seconds, span.nanos
+    fits = 0 <= seconds <= 315_576_000_000 and 0 <= nanos < _SECOND_NS
     _check(fits, field, "must be a duration of 0 or more")
-    return span.seconds * _SECOND_NS + span.nanos
+    return seconds * _SECOND_NS + nanos
 
 
 def duration(span_in_ns: int) -> Duration:
@@ -99,12 +103,13 @@ def lease_id(text: str, field: str = "lease_id") -> LeaseId:
 
 def conversation_key(message: common_pb2.ConversationKey, field: str) -> ConversationKey:
     """Reads a conversation's name. Raises InvalidArgument."""
-    _check_text(message.tenant, f"{field}.tenant", 0, _KEY_PART_BYTES_MAX)
-    _check_text(message.model, f"{field}.model", 1, _KEY_PART_BYTES_MAX)
-    _check_text(message.conversation_id, f"{field}.conversation_id", 1, _KEY_PART_BYTES_MAX)
+    tenant, model, named = message.tenant, message.model, message.conversation_id
+    if not (len(tenant) <= _SHORT and 0 < len(model) <= _SHORT and 0 < len(named) <= _SHORT):
+        _check_text(tenant, f"{field}.tenant", 0, _KEY_PART_BYTES_MAX)
+        _check_text(model, f"{field}.model", 1, _KEY_PART_BYTES_MAX)
+        _check_text(named, f"{field}.conversation_id", 1, _KEY_PART_BYTES_MAX)
     # Many conversations share these two texts; interned, each is in memory once.
-    tenant, model = sys.intern(message.tenant), sys.intern(message.model)
-    return ConversationKey(tenant, model, message.conversation_id)
+    return ConversationKey(sys.intern(tenant), sys.intern(model), named)
 
 
 # ---- what engines send -----------------------------------------------------------------------
@@ -353,15 +358,12 @@ def hello(request: lease_pb2.RouterSessionRequest) -> list[Beginning]:
 
 def beginning(message: lease_pb2.BeginTurn) -> Beginning:
     """Reads a turn that begins. Raises InvalidArgument."""
-    field = "begin_turns"
-    key = conversation_key(message.conversation, f"{field}.conversation")
+    key = conversation_key(message.conversation, "begin_turns.conversation")
     points = list(message.points)
-    _check(
-        len(points) <= POINTS_MAX and set(map(len, points)) <= {DIGEST_BYTES},
-        f"{field}.points",
-        f"must be at most {POINTS_MAX} of {DIGEST_BYTES} bytes",
-    )
-    wait_ns = span_ns(message.wait, f"{field}.wait") if message.HasField("wait") else 0
+    if len(points) > POINTS_MAX or not set(map(len, points)) <= _DIGEST_LENGTHS:
+        problem = f"must be at most {POINTS_MAX} of {DIGEST_BYTES} bytes"
+        raise InvalidArgument("begin_turns.points", problem)
+    wait_ns = span_ns(message.wait, "begin_turns.wait") if message.HasField("wait") else 0
     return Beginning(
         message.turn_id,
         key,
