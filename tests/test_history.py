@@ -71,14 +71,23 @@ def test_the_first_message_is_the_last_point():
     assert not set(whole.points[:-1]) & set(compacted.points[:-1])
 
 
-def test_a_long_history_has_twenty_points():
+@pytest.mark.parametrize("size", [*range(970, 1030), 2020, 5000])
+def test_the_first_message_is_found_whatever_its_size(size):
+    """Where it ends is looked for part by part."""
+    alone = history([{"role": "system", "content": "x" * size}])
+    followed = history([{"role": "system", "content": "x" * size}, {"role": "user", "content": ""}])
+    assert followed.points[-1] == alone.points[0]
+
+
+@pytest.mark.parametrize("message", [None, role_last], ids=["role first", "role last"])
+def test_a_long_history_has_twenty_points(message):
     """Its own, before each of the 18 latest answers, its first message; all different."""
-    long = history(chat(100))
+    long = history(chat(100, message))
     assert len(set(long.points)) == len(long.points) == ANSWERS_MAX + 2
     assert all(len(point) == 16 for point in long.points)
-    assert history(chat(99)).points[0] == long.points[1]
-    assert history(chat(82)).points[0] == long.points[18]
-    assert history(chat(81)).points[0] not in long.points
+    assert history(chat(99, message)).points[0] == long.points[1]
+    assert history(chat(82, message)).points[0] == long.points[18]
+    assert history(chat(81, message)).points[0] not in long.points
 
 
 def test_a_history_of_one_message_has_one_point():
@@ -210,6 +219,8 @@ def test_items_that_a_model_made_are_answers():
     assert turns[1].points[0] in turns[2].points[1:]
     assert turns[2].new_bytes < turns[2].prompt_bytes / 3
     assert len(history("weather?", RESPONSES).points) == 1
+    called = history([question, made[1], result], RESPONSES)
+    assert called.points[1] == turns[0].points[0]
 
 
 # Any chat

@@ -196,6 +196,17 @@ def test_of_equal_branches_an_idle_one_is_taken_then_the_latest():
     assert (last.conversation_id, last.awaits) == (twins[2].conversation_id, True)
 
 
+def test_an_idle_branch_is_taken_before_one_used_later():
+    """That one is in flight, and does not need a second turn."""
+    recognition = Recognition(10)
+    own, more = [b"o" * 16], [b"m" * 16, b"o" * 16]
+    idle, busy = ("t", "m", "conv-idle"), ("t", "m", "conv-busy")
+    recognition.began(idle, own)
+    recognition.ended(idle)
+    recognition.began(busy, own)
+    assert recognition.name(("t", "m", "conv-new"), True, more).conversation_id == "conv-idle"
+
+
 def test_a_named_conversation_has_four_branches():
     """C, then C~2 to C~4; the fifth at once takes the least recently used."""
     world = World()
@@ -330,18 +341,20 @@ def test_all_of_a_scope_is_listed_however_long_its_name():
 
 
 def test_equal_histories_cost_reuse_and_no_time():
-    """Ten thousand turns at once with the same digests: as many conversations, few told apart."""
+    """Fifty thousand turns at once with the same digests: as many conversations, few told apart."""
     recognition = Recognition(100_000)
     points = [bytes([number]) * 16 for number in range(50)]
-    for number in range(10_000):
+    for number in range(50_000):
         recognition.began(("t", "m", f"conv-{number}"), points)
     assert not recognition.name(("t", "m", "conv-new"), True, points).known
     named = recognition.name(("t", "m", "conv-new"), True, [b"n" * 16, *points])
-    assert (named.conversation_id, named.awaits) == ("conv-9999", True)
-    began = time.process_time()
-    for _ in range(100):
+    assert (named.conversation_id, named.awaits) == ("conv-49999", True)
+    times = []
+    for _ in range(20):
+        began = time.process_time()
         recognition.name(("t", "m", "conv-new"), True, points)
-    assert time.process_time() - began < 0.5  # 0.03 s; each of the 10,000 looked at: 5 s
+        times.append(time.process_time() - began)
+    assert min(times) < 0.001  # 0.00005; a look at each of the conversations: 0.004
 
 
 @pytest.mark.parametrize("point", [b"", b"x", b"x" * 1000])
@@ -411,7 +424,7 @@ class AnyRun(RuleBasedStateMachine):
     def recognised(self, known: list[Plain], points: Sequence[bytes]) -> str | None:
         for depth, point in enumerate(points):
             going_on = [one for one in known if one.chat and digest(one.chat) == point]
-            left = [one for one in known if point in self.left(one)]
+            left = [one for one in known if one.chat and point in points_of(one.chat)[1:2]]
             fit = going_on if depth and going_on else [*going_on, *left]
             if not (depth and going_on):
                 fit = [one for one in fit if not one.in_flight]
@@ -420,14 +433,9 @@ class AnyRun(RuleBasedStateMachine):
                 return max(idle or fit, key=self.plain.index).id
         return None
 
-    def left(self, one: Plain) -> set[bytes]:
-        answered = points_of(one.chat)[1:2] if one.chat else []
-        return {*answered, *([digest(one.retained)] if one.retained else [])}
-
     def branch(self, known: list[Plain], chat: Chat, points: Sequence[bytes]) -> str:
         def parting(one: Plain) -> int:
             held = set(points_of(one.chat)) if one.chat else set()
-            held |= {digest(one.retained)} if one.retained else set()
             return next((depth for depth, at in enumerate(points) if at in held), len(points))
 
         def goes_on(one: Plain) -> bool:

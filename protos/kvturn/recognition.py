@@ -138,8 +138,7 @@ class Recognition:
         self._entries_max = entries_max
         self._entries: OrderedDict[Key, _Branch] = OrderedDict()
         self._own: _Index[bytes] = _Index(ALIKE_MAX)
-        # By what they answered or retain.
-        self._left: _Index[bytes] = _Index(ALIKE_MAX)
+        self._answered: _Index[bytes] = _Index(ALIKE_MAX)
         self._under: _Index[Key] = _Index(entries_max)
         self._uses = 0
 
@@ -155,7 +154,7 @@ class Recognition:
         """
         if not points:
             return Named(key[2], key in self._entries)
-        asked = _asked(key, points)
+        asked = _tagged(key, points)
         if recognise:
             branch = self._recognised(key, asked)
             return Named(key[2]) if branch is None else _named(branch, asked)
@@ -166,7 +165,7 @@ class Recognition:
             going_on = self._own.at(point)
             if depth and going_on:
                 return max(going_on, key=_readiness)
-            idle = [b for b in (*going_on, *self._left.at(point)) if not b.in_flight]
+            idle = [b for b in (*going_on, *self._answered.at(point)) if not b.in_flight]
             if idle:
                 return max(idle, key=_readiness)
         return None
@@ -199,9 +198,7 @@ class Recognition:
         """Counts a turn in flight of exactly this conversation, asked with this history."""
         branch = self._used(key)
         branch.in_flight += 1
-        own, answered = (*_asked(key, points[:2]), b"", b"")[:2]
-        self._reindex(branch, own=own, answered=answered, retained=branch.retained)
-        branch.points = b"".join(point[:POINT_BYTES] for point in points[:POINTS_MAX])
+        self._asked(branch, points)
 
     def ended(self, key: Key) -> None:
         """Counts a turn out. Once for each `began`; unknown conversations are ignored."""
@@ -217,12 +214,9 @@ class Recognition:
         is empty where it is not known.
         """
         branch = self._used(key)
-        retained = _asked(key, [history])[0] if history else b""
-        own = branch.own
-        if not own and not branch.in_flight:
-            own = retained
-            branch.points = retained[-POINT_BYTES:]
-        self._reindex(branch, own=own, answered=branch.answered, retained=retained)
+        branch.retained = _tagged(key, [history])[0] if history else b""
+        if not branch.own and not branch.in_flight:
+            self._asked(branch, [history] if history else ())
 
     def forget(self, key: Key) -> None:
         """Forgets a conversation; while turns of it are in flight, only what they were asked.
@@ -231,8 +225,8 @@ class Recognition:
         """
         branch = self._entries.get(key)
         if branch is not None:
-            self._reindex(branch, own=b"", answered=b"", retained=b"")
-            branch.points = b""
+            self._asked(branch, ())
+            branch.retained = b""
             if not branch.in_flight:
                 self._drop(branch)
 
@@ -263,22 +257,24 @@ class Recognition:
         return branch
 
     def _drop(self, branch: _Branch) -> None:
-        self._reindex(branch, own=b"", answered=b"", retained=b"")
+        self._asked(branch, ())
         del self._entries[branch.key]
         if (above := _above(branch.key)) is not None:
             self._under.discard(above, branch)
 
-    def _reindex(self, branch: _Branch, *, own: bytes, answered: bytes, retained: bytes) -> None:
-        left = {answered, retained} - {own, b""}
-        for gone in {branch.answered, branch.retained} - left:
-            self._left.discard(gone, branch)
-        for point in left:
-            self._left.add(point, branch)
-        if own != branch.own:
-            self._own.discard(branch.own, branch)
-            if own:
-                self._own.add(own, branch)
-        branch.own, branch.answered, branch.retained = own, answered, retained
+    def _asked(self, branch: _Branch, points: Sequence[bytes]) -> None:
+        """Notes what a branch's latest turn was asked with."""
+        own, answered = (*_tagged(branch.key, points[:2]), b"", b"")[:2]
+        for index, old, new in (
+            (self._own, branch.own, own),
+            (self._answered, branch.answered, answered),
+        ):
+            if old != new:
+                index.discard(old, branch)
+                if new:
+                    index.add(new, branch)
+        branch.own, branch.answered = own, answered
+        branch.points = b"".join(point[:POINT_BYTES] for point in points[:POINTS_MAX])
 
 
 def minted_id(scope: str, random_hex: str) -> str:
@@ -305,7 +301,7 @@ def _above(key: Key) -> Key | None:
     return None if found is None else (key[0], key[1], found[1])
 
 
-def _asked(key: Key, points: Sequence[bytes]) -> list[bytes]:
+def _tagged(key: Key, points: Sequence[bytes]) -> list[bytes]:
     tag = _tag(key[0], key[1])
     return [tag + point[:POINT_BYTES] for point in points[:POINTS_MAX]]
 
@@ -328,7 +324,7 @@ def _parting(branch: _Branch, asked: Sequence[bytes]) -> int:
     """Returns at which point a turn's history parts from the branch's latest; 0 is the whole."""
     held = branch.points
     for depth, point in enumerate(asked):
-        if point == branch.retained or held.find(point[-POINT_BYTES:]) >= 0:
+        if held.find(point[-POINT_BYTES:]) >= 0:
             return depth
     return len(asked)
 
