@@ -95,7 +95,7 @@ async def _serve(config: LeaseConfig) -> None:
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
     telemetry = make_telemetry(config.otlp_endpoint)
-    callers = _callers(config)
+    callers = callers_of(config)
     servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer, callers)
     server = LeaseServer(config, servicer, telemetry, callers)
     if config.etcd is None:
@@ -113,7 +113,7 @@ async def _serve(config: LeaseConfig) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _callers(config: LeaseConfig) -> Callers | None:
+def callers_of(config: LeaseConfig) -> Callers | None:
     """Returns who may call what, None for everybody everything."""
     secrets_files = list(config.token_files.values())
     if config.tls is not None and config.tls.key is not None:
