@@ -3,8 +3,10 @@
 import asyncio
 import gc
 import logging
+import os
 import secrets
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +15,7 @@ import uvloop
 
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
+from kvturn.lease_channels import LeaseChannels
 from kvturn.recognition import minted_id
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
@@ -31,7 +34,8 @@ from kvturn_router.intake import Intake
 from kvturn_router.keys import ApiKeys
 from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import Legs, RequestIds
-from kvturn_router.server import ListenError, RouterServer
+from kvturn_router.router_session import RouterSession
+from kvturn_router.server import ListenError, RouterServer, address_of
 from kvturn_router.stock import HandleBook
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import Telemetry, otlp_exporter
@@ -130,9 +134,13 @@ async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bo
     server = compose(config, telemetry, shares_ports=shares_ports)
     await server.start()
     _collect_rarely()
-    grpc = f", grpc {config.host}:{server.grpc_port}" if server.grpc_port is not None else ""
+    grpc = ""
+    if server.grpc_port is not None:
+        grpc = f", grpc {address_of(config.host, server.grpc_port)}"
     scheme = "http" if config.tls is None else "https"
-    print(f"router listening on {scheme}://{config.host}:{server.port}{grpc}", flush=True)
+    print(
+        f"router listening on {scheme}://{address_of(config.host, server.port)}{grpc}", flush=True
+    )
     await stop.wait()
     await server.stop()
     _ignore_signals()  # the last spans are still to be sent
@@ -153,16 +161,7 @@ def compose(
     fleet = _fleet(config)
     legs = Legs(RequestIds(), config.engine_authorization)
     book = ConversationBook(config.conversations_max)
-    lease = (
-        LeaseClient(
-            config.lease,
-            question_deadline_ms=config.question_deadline_ms,
-            clock_ns=boottime_ns,
-            access=lease_access(config.lease_tls, config.lease_token_file, "--lease-token-file"),
-        )
-        if config.lease
-        else None
-    )
+    lease, session = _lease(config, fleet) if config.lease else (None, None)
     handles = HandleBook(handles_max=config.stock_handles_max, ttl_ns=int(config.stock_ttl_s * 1e9))
     forwarder = Forwarder(
         fleet=fleet,
@@ -204,9 +203,25 @@ def compose(
         forwarder=forwarder,
         gate=gate,
         lease=lease,
+        session=session,
         grpc=_grpc(config, intake, forwarder, book, gate, fleet, shares_ports),
         shares_ports=shares_ports,
         tls=None if config.tls is None else ServerTls(config.tls),
+    )
+
+
+def _lease(config: RouterConfig, fleet: Fleet) -> tuple[LeaseClient, RouterSession]:
+    access = lease_access(config.lease_tls, config.lease_token_file, "--lease-token-file")
+    channels = LeaseChannels(config.lease, boottime_ns, access)
+    return (
+        LeaseClient(channels, question_deadline_ms=config.question_deadline_ms),
+        RouterSession(
+            channels,
+            router_id=f"{socket.gethostname()[:64]}:{os.getpid()}",
+            question_deadline_ms=config.question_deadline_ms,
+            listener=fleet,
+            clock_ns=boottime_ns,
+        ),
     )
 
 
@@ -250,7 +265,13 @@ def _fleet(config: RouterConfig) -> Fleet:
             phase=number * _GOLDEN_RATIO % 1,
             now_ns=boottime_ns(),
         )
-        return Engine(address, health=health, connect_timeout_s=config.connect_timeout_s, tls=tls)
+        return Engine(
+            address,
+            health=health,
+            connect_timeout_s=config.connect_timeout_s,
+            in_flight_max=config.engine_turns_max,
+            tls=tls,
+        )
 
     fleet = Fleet(build, boottime_ns)
     for role, addresses in ((PREFILL, config.prefills), (DECODE, config.decodes)):

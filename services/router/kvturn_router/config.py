@@ -19,7 +19,7 @@ from kvturn.lease_access import lease_access
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_router.conversation import SESSION_HEADERS
-from kvturn_router.fleet import EngineAddress, engine_address
+from kvturn_router.engine import EngineAddress, engine_address
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
@@ -42,9 +42,9 @@ class RouterConfig:
     grpc_port: int | None
     """gRPC port, 0 for any free one, None for no gRPC front."""
     prefills: tuple[EngineAddress, ...]
-    """Prefill engines, at least one."""
+    """Prefill engines, at least one unless engines can be named otherwise."""
     decodes: tuple[EngineAddress, ...]
-    """Decode engines, at least one."""
+    """Decode engines, at least one unless engines can be named otherwise."""
     workers: int
     """Processes that share the ports."""
     lease: tuple[str, ...]
@@ -65,6 +65,12 @@ class RouterConfig:
     """Longest request head."""
     turns_max: int
     """Turns served at once; more are refused with 429."""
+    engine_turns_max: int | None
+    """Requests that one engine is given at once, None for any number."""
+    queue_places: int
+    """Turns that may wait for an engine with room; more are refused with 429."""
+    queue_s: float
+    """Longest wait for an engine with room; then 429."""
     conversations_max: int
     """Conversations remembered."""
     tenant_header: str | None
@@ -239,6 +245,9 @@ _FLAGS: Final = (
     _Flag("max-body-mb", _whole(1, 1024), 64, "MB", "longest request body"),
     _Flag("max-header-kb", _whole(1, 1024), 64, "KB", "longest request head"),
     _Flag("max-inflight", _whole(1, 1_000_000), 4096, "N", "turns at once; more get 429"),
+    _Flag("max-inflight-per-engine", _whole(0, 1_000_000), 0, "N", "0 for any number"),
+    _Flag("max-queue", _whole(0, 1_000_000), 1024, "N", "turns that wait for an engine; then 429"),
+    _Flag("queue-timeout-s", _seconds(0.01), 30.0, "S", "wait for an engine; then 429"),
     _Flag("max-conversations", _whole(1, _COUNT_MAX), 100_000, "N", "conversations remembered"),
     _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
     _Flag("session-headers", _headers, SESSION_HEADERS, "NAME,...", "agents' session headers"),
@@ -334,6 +343,9 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         body_bytes_max=values["max_body_mb"] << 20,
         head_bytes_max=values["max_header_kb"] << 10,
         turns_max=values["max_inflight"],
+        engine_turns_max=values["max_inflight_per_engine"] or None,
+        queue_places=values["max_queue"],
+        queue_s=values["queue_timeout_s"],
         conversations_max=values["max_conversations"],
         tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
         session_headers=values["session_headers"],
@@ -414,10 +426,13 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
     for role in ("prefill", "decode"):
         engines = values[role]
-        if not engines:
-            raise ConfigError(f"--{role} is missing: name at least one {role} engine")
-        urls = [engine.url for engine in engines]
-        twice = next((url for url in urls if urls.count(url) > 1), None)
+        if not engines and not values["lease"] and not values["admin_keys_file"]:
+            raise ConfigError(
+                f"--{role} is missing: name at least one {role} engine, or the --lease service "
+                "at which engines announce themselves"
+            )
+        places = [engine.place for engine in engines]
+        twice = next((one.url for one in engines if places.count(one.place) > 1), None)
         if twice is not None:
             raise ConfigError(f"--{role} {twice} is given twice: name each engine once")
     if values["stock_reuse"] and values["lease"]:

@@ -307,7 +307,7 @@ class Fleet:
         ]
         drained_there = any(one.draining for one in member.sessions.values())
         engine.draining = member.drained or drained_there
-        if role != engine.role:
+        if role != engine.role and FLAGS not in member.roles:
             logger.info("%s is now %s engine", engine.url, f"a {role}" if role else "no")
         engine.role = role
         for loads in set(engine.loads) - set(served):

@@ -7,14 +7,13 @@ they arrive in order, and through a bounded queue.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, cast
 
 import grpc
 import grpc.aio
 from google.protobuf import duration_pb2
 
-from kvturn.lease_access import LeaseAccess
 from kvturn.lease_channels import LeaseChannels, Metadata, Unanswered
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.conversation import ConversationKey
@@ -47,22 +46,15 @@ class ReadState(NamedTuple):
 
 
 class LeaseClient:
-    """Asks the lease service, whichever of its processes at `endpoints` (HOST:PORT) leads.
+    """Asks the lease service, whichever of its processes leads.
 
-    `question_deadline_ms` bounds what a turn waits for an answer, all endpoints
-    together. `clock_ns` is CLOCK_BOOTTIME.
+    It runs `channels`, and closes them. `question_deadline_ms` bounds what a
+    turn waits for an answer, all endpoints together.
     """
 
-    def __init__(
-        self,
-        endpoints: Sequence[str],
-        *,
-        question_deadline_ms: int,
-        clock_ns: Callable[[], int],
-        access: LeaseAccess | None = None,
-    ) -> None:
-        self._channels = LeaseChannels(endpoints, clock_ns, access)
-        self._names = ", ".join(endpoints)
+    def __init__(self, channels: LeaseChannels, *, question_deadline_ms: int) -> None:
+        self._channels = channels
+        self._names = ", ".join(channels.leader.endpoints)
         self._question_s = question_deadline_ms / 1000
         self._answering = True
         self._touches = _TouchQueue(self._send_touch)
@@ -202,9 +194,9 @@ class LeaseClient:
             logger.warning("the lease service at %s answers again", self._names)
         elif problem and self._answering:
             logger.warning(
-                "the lease service at %s does not answer (%s); turns recompute",
+                "no answers from the lease service at %s (%s); turns recompute until there are",
                 self._names,
-                problem,
+                in_words(problem),
             )
         self._answering = not problem
 
@@ -268,6 +260,16 @@ class _TouchQueue:
             self._waiting[key] = delta
 
 
+def in_words(reason: str) -> str:
+    """Returns what the reason of a refusal means to whoever reads it."""
+    words = {
+        "NOT_LEADER": "none of its processes leads now",
+        "STORE_UNAVAILABLE": "its store does not answer",
+        "SHUTTING_DOWN": "it is shutting down",
+    }
+    return words.get(reason, reason)
+
+
 def verdict_of(number: int) -> Verdict | None:
     """Returns the verdict of a proto number, None for unspecified or unknown ones."""
     try:
@@ -307,7 +309,7 @@ def _turn_error(error: Unanswered | grpc.aio.AioRpcError) -> TurnError:
     store = why == "STORE_UNAVAILABLE"
     return TurnError(
         503,
-        f"The lease service does not answer ({why}).",
+        f"The lease service does not answer: {in_words(why)}.",
         reason=why if store else "LEASE_SERVICE_UNREACHABLE",
         retry_after_s=1,
     )

@@ -27,6 +27,7 @@ from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.fleet import AnnouncedEngine
+from kvturn_router.lease_client import in_words
 from kvturn_router.plan import Resolution
 from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
 from kvturn_router.verdict import Verdict
@@ -51,8 +52,6 @@ _STALL_NS: Final = 5_000_000
 _RECONNECT_S_MIN: Final = 0.02
 _RECONNECT_S_MAX: Final = 0.5
 
-_WORDS: Final = {"NOT_LEADER": "none of its processes leads"}
-"""What the reasons of refusals mean to whoever reads the log."""
 _ROLES: Final = {
     common_pb2.ENGINE_ROLE_PREFILL: "prefill",
     common_pb2.ENGINE_ROLE_DECODE: "decode",
@@ -259,7 +258,7 @@ class RouterSession:
             self.turns.close()
             await channel.close(None)
         if problem:
-            self._tell(_WORDS.get(problem, problem))
+            self._tell(in_words(problem))
         return began, store_unavailable
 
     async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:

@@ -17,6 +17,7 @@ from kvturn_router.grpc_front import GrpcFront
 from kvturn_router.health_watch import HealthWatch
 from kvturn_router.http_wire import ClientConnection, Listener
 from kvturn_router.lease_client import LeaseClient
+from kvturn_router.router_session import RouterSession
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
@@ -47,6 +48,7 @@ class RouterServer:
         forwarder: Forwarder,
         gate: Gate,
         lease: LeaseClient | None,
+        session: RouterSession | None,
         grpc: GrpcFront | None,
         shares_ports: bool = False,
         tls: ServerTls | None = None,
@@ -60,6 +62,7 @@ class RouterServer:
         self._forwarder = forwarder
         self._gate = gate
         self._lease = lease
+        self._session = session
         self._grpc = grpc
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -102,6 +105,8 @@ class RouterServer:
     def _start_asking(self) -> None:
         if self._lease is not None:
             self._lease.start()
+        if self._session is not None:
+            self._session.start()
         self._fleet.changed = self._changed.set
         self._health.start()
 
@@ -148,6 +153,8 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.stop()
         if self._lease is not None:
             await self._lease.stop()
         await self._health.stop()
@@ -192,4 +199,9 @@ def cannot_listen(host: str, port: int, error: OSError) -> ListenError:
     """Returns what to say of an address that cannot be listened on."""
     in_use = "the port is in use; choose another, 0 for any free one"
     reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-    return ListenError(f"cannot listen on {host}:{port}: {reason}")
+    return ListenError(f"cannot listen on {address_of(host, port)}: {reason}")
+
+
+def address_of(host: str, port: int) -> str:
+    """Returns an address as URLs have it: IPv6 in brackets."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
