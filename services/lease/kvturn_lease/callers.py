@@ -13,6 +13,8 @@ pattern (`decode-*`): no engine then can take the place of another.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import fnmatch
 import logging
 import time
@@ -35,6 +37,8 @@ logger = logging.getLogger("kvturn.lease")
 
 _METHODS: Final = "/kvturn.v1.LeaseService/"
 _NAMES: Final = "kvturn:"
+_FIRST_MESSAGE_S: Final = 1.0
+"""Longest wait for the first message of a stream that is refused."""
 _QUIET_S: Final = 10.0
 """Time between two lines in the log about refused callers."""
 
@@ -136,23 +140,28 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         name = method.removeprefix(_METHODS)
         if handler.unary_unary is not None:
             return grpc.unary_unary_rpc_method_handler(
-                self._guarded(name, handler.unary_unary),
+                self._guarded(name, handler.unary_unary, streams=False),
                 handler.request_deserializer,
                 handler.response_serializer,
             )
         assert handler.stream_stream is not None
         return grpc.stream_stream_rpc_method_handler(
-            self._guarded(name, handler.stream_stream),
+            self._guarded(name, handler.stream_stream, streams=True),
             handler.request_deserializer,
             handler.response_serializer,
         )
 
-    def _guarded(self, name: str, answer: Any) -> Any:
+    def _guarded(self, name: str, answer: Any, *, streams: bool) -> Any:
         async def guarded(request: Any, context: Any) -> Any:
             try:
                 self._callers.check(name, context)
             except LeaseServiceError as refusal:
                 self._tell(name, context, refusal)
+                if streams:
+                    # A client whose first message is cut off learns of no status.
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(_FIRST_MESSAGE_S):
+                            await context.read()
                 await abort(context, refusal)
             return await answer(request, context)
 
