@@ -16,6 +16,9 @@ from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
+from kvturn_router.conversation import TurnReport
+from kvturn_router.turn_report import report_message, report_of
+from kvturn_router.verdict import Verdict
 
 _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"
 
@@ -264,6 +267,35 @@ async def test_headers_besides_the_answer_reach_the_caller_as_metadata():
             "x-request-id": "r-1",
         }
         assert rig.decode.turns[0].header("x-session-id") == "s, t"
+
+
+def test_a_report_is_the_same_as_a_message():
+    """Every field there is, there and back; what is not known is absent."""
+    full = TurnReport(
+        turn=2,
+        verdict=Verdict.REUSED,
+        prompt_tokens=48,
+        reused_tokens=40,
+        local_tokens=4,
+        prefill_ms=1.5,
+        read_ms=0.25,
+        read_bytes=1 << 40,
+        plan="pull",
+        first_byte_ms=12.0,
+        output_tokens=7,
+        prefill_engine="http://p:1",
+        decode_engine="http://d:1",
+    )
+    message = report_message("c1", full)
+    assert {field.name for field, _ in message.ListFields()} == set(
+        message.DESCRIPTOR.fields_by_name
+    )
+    assert message.plan == common_pb2.PLAN_KIND_PULL
+    assert report_of(message) == full
+    bare = TurnReport(1, Verdict.FIRST_TURN, 0, 0, 0, 0.0, 0.0, 0)
+    assert not report_message("c1", bare).HasField("first_byte_time")
+    assert report_of(report_message("c1", bare)) == bare
+    assert report_of(common_pb2.TurnReport(plan=99, verdict=99)).plan == ""
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -59,7 +59,8 @@ class ConversationKey(NamedTuple):
 class TurnReport(NamedTuple):
     """How one turn was served.
 
-    Token counts are 0 where not known; times are in milliseconds.
+    Token counts are 0 where not known; times are in milliseconds. `plan` is a
+    word of PlanKind, "" where not known; engines are base URLs, "" for none.
     """
 
     turn: int
@@ -70,6 +71,11 @@ class TurnReport(NamedTuple):
     prefill_ms: float
     read_ms: float
     read_bytes: int
+    plan: str = ""
+    first_byte_ms: float = 0.0
+    output_tokens: int = 0
+    prefill_engine: str = ""
+    decode_engine: str = ""
 
 
 class Naming(NamedTuple):

@@ -11,17 +11,15 @@ from typing import Any, Final
 
 import grpc
 import grpc.aio
-from google.protobuf import duration_pb2
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
+from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.conversation import (
     ConversationBook,
     ConversationKey,
-    TurnReport,
     checked_absence_s,
     checked_name,
 )
@@ -32,7 +30,7 @@ from kvturn_router.gate import Gate
 from kvturn_router.grpc_answer import GrpcAnswer
 from kvturn_router.grpc_errors import Context, abort
 from kvturn_router.intake import CHAT, COMPLETIONS, Intake, TurnRequest
-from kvturn_router.lease_client import proto_verdict
+from kvturn_router.turn_report import duration, report_message
 
 logger = logging.getLogger("kvturn.router.grpc")
 
@@ -73,7 +71,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 report = await answer.begun()
                 await _send_metadata(context, turn, answer)
                 await context.write(
-                    router_pb2.ChatResponse(report=_report_message(turn.key, report))
+                    router_pb2.ChatResponse(report=report_message(turn.key.conversation_id, report))
                 )
                 while (chunk := await answer.next_chunk()) is not None:
                     await context.write(router_pb2.ChatResponse(chunk_json=chunk))
@@ -91,7 +89,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
                 body = await answer.whole()
                 await _send_metadata(context, turn, answer)
                 return router_pb2.CompleteResponse(
-                    report=_report_message(turn.key, report), body_json=body
+                    report=report_message(turn.key.conversation_id, report), body_json=body
                 )
         except TurnError as error:
             await abort(context, error)
@@ -110,7 +108,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         except TurnError as error:
             await abort(context, error)
         return router_pb2.GetConversationResponse(
-            turns=[_report_message(key, report) for report in reports]
+            turns=[report_message(key.conversation_id, report) for report in reports]
         )
 
     async def EndConversation(
@@ -141,7 +139,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             kept_s = await self._forwarder.keep_alive(key, absence_s)
         except TurnError as error:
             await abort(context, error)
-        return router_pb2.RouterServiceKeepConversationAliveResponse(kept=_duration(kept_s * 1000))
+        return router_pb2.RouterServiceKeepConversationAliveResponse(kept=duration(kept_s * 1000))
 
     def _turn(
         self,
@@ -331,23 +329,3 @@ def _headers(context: Context) -> dict[str, str]:
         if isinstance(value, str):
             headers[name] = f"{headers[name]}, {value}" if name in headers else value
     return headers
-
-
-def _report_message(key: ConversationKey, report: TurnReport) -> common_pb2.TurnReport:
-    return common_pb2.TurnReport(
-        conversation_id=key.conversation_id,
-        turn=report.turn,
-        verdict=proto_verdict(report.verdict),
-        prompt_tokens=report.prompt_tokens,
-        reused_tokens=report.reused_tokens,
-        local_tokens=report.local_tokens,
-        prefill_time=_duration(report.prefill_ms),
-        read_time=_duration(report.read_ms),
-        read_bytes=report.read_bytes,
-    )
-
-
-def _duration(milliseconds: float) -> duration_pb2.Duration:
-    duration = duration_pb2.Duration()
-    duration.FromMicroseconds(round(milliseconds * 1000))
-    return duration

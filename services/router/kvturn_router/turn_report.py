@@ -1,0 +1,70 @@
+"""A turn's report as a message, for gRPC clients and the lease service, and back."""
+
+from typing import cast
+
+from google.protobuf import duration_pb2
+
+from kvturn.v1 import common_pb2
+from kvturn_router.conversation import TurnReport
+from kvturn_router.lease_client import proto_verdict, verdict_of
+from kvturn_router.verdict import Verdict
+
+
+def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnReport:
+    """Returns the message of a report. What is not known is absent."""
+    message = common_pb2.TurnReport(
+        conversation_id=conversation_id,
+        turn=report.turn,
+        verdict=proto_verdict(report.verdict),
+        prompt_tokens=report.prompt_tokens,
+        reused_tokens=report.reused_tokens,
+        local_tokens=report.local_tokens,
+        prefill_time=duration(report.prefill_ms),
+        read_time=duration(report.read_ms),
+        read_bytes=report.read_bytes,
+        output_tokens=report.output_tokens,
+        prefill_engine=report.prefill_engine,
+        decode_engine=report.decode_engine,
+    )
+    if report.plan:
+        number = common_pb2.PlanKind.Value(f"PLAN_KIND_{report.plan.upper()}")
+        message.plan = cast("common_pb2.PlanKind", number)
+    if report.first_byte_ms:
+        message.first_byte_time.CopyFrom(duration(report.first_byte_ms))
+    return message
+
+
+def report_of(message: common_pb2.TurnReport) -> TurnReport:
+    """Returns the report that a message is of; a plan or verdict of tomorrow is none."""
+    return TurnReport(
+        turn=message.turn,
+        verdict=verdict_of(message.verdict) or Verdict.NOT_OFFERED,
+        prompt_tokens=message.prompt_tokens,
+        reused_tokens=message.reused_tokens,
+        local_tokens=message.local_tokens,
+        prefill_ms=_milliseconds(message.prefill_time),
+        read_ms=_milliseconds(message.read_time),
+        read_bytes=message.read_bytes,
+        plan=_plan_word(message.plan),
+        first_byte_ms=_milliseconds(message.first_byte_time),
+        output_tokens=message.output_tokens,
+        prefill_engine=message.prefill_engine,
+        decode_engine=message.decode_engine,
+    )
+
+
+def duration(milliseconds: float) -> duration_pb2.Duration:
+    """Returns so many milliseconds, to the microsecond."""
+    message = duration_pb2.Duration()
+    message.FromMicroseconds(round(milliseconds * 1000))
+    return message
+
+
+def _milliseconds(message: duration_pb2.Duration) -> float:
+    return message.ToMicroseconds() / 1000
+
+
+def _plan_word(number: int) -> str:
+    if number == common_pb2.PLAN_KIND_UNSPECIFIED or number not in common_pb2.PlanKind.values():
+        return ""
+    return common_pb2.PlanKind.Name(number).removeprefix("PLAN_KIND_").lower()
