@@ -236,7 +236,7 @@ class Routers:
         if named.conversation_id != key.conversation_id:
             key = ConversationKey(key.tenant, key.model, named.conversation_id)
         self._recognition.began(key, points)
-        waits = told.reuse and told.wait_ns > 0 and self._must_wait(key, points)
+        waits = told.reuse and told.wait_ns > 0 and self._must_wait(key, points, now_ns)
         asks = told.reuse and not waits
         number, resolution = self._lessor.begin_turn(key, asks, now_ns)
         turn = Turn(session, told.turn_id, key, points, number)
@@ -321,7 +321,10 @@ class Routers:
 
     # ---- inside --------------------------------------------------------------------------
 
-    def _must_wait(self, key: ConversationKey, points: Sequence[bytes]) -> bool:
+    def _must_wait(self, key: ConversationKey, points: Sequence[bytes], now_ns: int) -> bool:
+        if key not in self._lines:
+            return False
+        self.expire(now_ns)  # its own call may be late
         line = self._lines.get(key)
         if line is None or len(line.waiting) >= self._limits.waiting:
             return False
