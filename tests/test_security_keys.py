@@ -84,6 +84,20 @@ async def test_health_and_readiness_need_no_key(keys_file: Path) -> None:
         assert (await rig.ask("GET", "/ready")).status == 200
 
 
+async def test_the_body_of_a_client_without_a_key_is_not_waited_for(keys_file: Path) -> None:
+    """The head is enough to refuse it: nobody without a key fills the router's memory."""
+    async with router(f"--api-keys-file={keys_file}") as rig:
+        client = Client(*await asyncio.open_connection("127.0.0.1", rig.server.port))
+        client.writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n"
+            b"content-length: 1000000\r\nexpect: 100-continue\r\n\r\n"
+        )
+        answer = await client.answer()
+        client.close()
+        assert answer.status == 401
+        assert answer.headers["connection"] == "close"
+
+
 async def test_a_key_names_its_tenant_and_goes_no_further(keys_file: Path) -> None:
     """Two keys, two tenants; no engine and no lease service ever sees a key."""
     lease = FakeLease()

@@ -191,7 +191,11 @@ def compose(
     )
     return RouterServer(
         config,
-        listener=Listener(front.serve, WireLimits(config.body_bytes_max, config.head_bytes_max)),
+        listener=Listener(
+            front.serve,
+            WireLimits(config.body_bytes_max, config.head_bytes_max),
+            None if intake.keys is None else front.admit,
+        ),
         fleet=fleet,
         health=HealthWatch(
             fleet,

@@ -36,6 +36,8 @@ from kvturn_router.legs import engine_error, no_engine, relayed_headers, whole_b
 logger = logging.getLogger("kvturn.router.http")
 
 _CONVERSATIONS: Final = "/kvturn/v1/conversations/"
+_WITHOUT_KEY: Final = (b"/health", b"/ready", b"/kvturn/v1/engines")
+"""How targets begin that need no key, or an operator's; all others are judged once more."""
 _MODELS_SILENCE_S: Final = 10.0
 Work = Callable[[], Coroutine[None, None, None]]
 
@@ -109,6 +111,16 @@ class HttpFront:
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
+
+    def admit(self, target: bytes, headers: dict[str, str]) -> TurnError | None:
+        """Returns what to answer a client without a key at once; None to go on."""
+        if target.startswith(_WITHOUT_KEY):
+            return None
+        try:
+            self._intake.tenant(headers)
+        except TurnError as refusal:
+            return refusal
+        return None
 
     def serve(self, answer: HttpAnswer, request: HttpRequest) -> None:
         """Begins to serve a request."""

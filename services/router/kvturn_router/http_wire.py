@@ -72,12 +72,20 @@ Serve = Callable[["HttpAnswer", HttpRequest], None]
 """Begins to serve a request; the answer goes to the first argument."""
 
 
+Admit = Callable[[bytes, dict[str, str]], TurnError | None]
+"""Judges a request by its target and its headers; returns why it is refused, None if it is not."""
+
+
 @dataclass(slots=True)
 class Listener:
-    """What all connections of one listener share."""
+    """What all connections of one listener share.
+
+    With `admit` a request that it refuses is answered before its body is read.
+    """
 
     serve: Serve
     limits: WireLimits
+    admit: Admit | None = None
     connections: set["ClientConnection"] = field(default_factory=set)
     draining: bool = False
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
@@ -421,6 +429,10 @@ class ClientConnection(asyncio.Protocol):
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
             self._refuse_body()
+            return
+        admit = self.listener.admit
+        if admit is not None and (refusal := admit(self._target, self._headers)) is not None:
+            self._refuse(refusal)
         elif not self._upgrading and self._headers.get("expect", "").lower() == "100-continue":
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
