@@ -26,7 +26,13 @@ EXPLORED_SHARE: Final = 64
 HOPE: Final = 1.5
 """Deviations by which a way may be better than its estimate; one that nothing is known of, 4x."""
 
-_LEG_STEP: Final = 0.1
+BLOCK_TOKENS: Final = 16
+"""Tokens of a block on decode, until local turns have shown it."""
+BLOCK_TOKENS_MAX: Final = 256
+SHARE_STEP: Final = 0.2
+"""How fast the share that an engine's prefix cache finds is learned."""
+LEG_STEP: Final = 0.1
+"""How fast the tokens of a usual prefill leg are learned."""
 
 
 class Priors(NamedTuple):
@@ -44,10 +50,6 @@ class Priors(NamedTuple):
     """Decode's fetch of prefill's KV, to the first token: a leg, a token fetched."""
     local: tuple[float, float] | None = None
     """Decode computing a prompt itself: a leg, a token; None: as prefill."""
-    missed: tuple[float, float] = (16.0, 0.01)
-    """Retained tokens that decode's prefix cache does not find: of any turn, of each token."""
-    unfound: tuple[float, float] = (1.0, 1.0)
-    """Retained tokens that prefill's own prefix cache does not find: of any turn, of each token."""
     size: tuple[float, float] = (4.0, 0.25)
     """Tokens of what is new in a turn: of any turn, of each byte."""
     generation: tuple[float, float] = (1.0, 20.0)
@@ -65,7 +67,7 @@ class Forecast(NamedTuple):
     model: str
     new_bytes: int
     new_tokens: float
-    held_tokens: float
+    held_tokens: int
     """Tokens of the prompt that the retention has, as far as is known."""
     extends: bool
     """True if the prompt is known to begin with all that is retained."""
@@ -125,9 +127,10 @@ class Costs:
         self._handover = _Fits(priors.handover)
         self._local = _Fits(priors.local)
         self._generation = _Fits(priors.generation)
-        self._missed = _Fits(priors.missed)
-        self._unfound = _Fits(priors.unfound)
-        self._leg_tokens: OrderedDict[str, float] = OrderedDict()
+        self._decode_cache = _Recent(1.0, SHARE_STEP)
+        self._prefill_cache = _Recent(0.0, SHARE_STEP)
+        self._blocks = _Recent(BLOCK_TOKENS, 1.0)
+        self._leg_tokens = _Recent(0.0, LEG_STEP)
         self._explored: OrderedDict[str, list[int]] = OrderedDict()
 
     def new_tokens(self, model: str, new_bytes: int) -> float:
@@ -139,8 +142,8 @@ class Costs:
         held = forecast.held_tokens
         new = forecast.new_tokens
         ahead = self._ahead(forecast)
-        unfound = min(self._unfound.of(forecast.prefill).value(held), held)
-        missed = self._missed.of(forecast.decode).value(held)
+        unfound = held * (1.0 - self._prefill_cache.of(forecast.prefill))
+        missed = self._missed(forecast.decode, held)
         fetched = self._fetched(forecast, held + new)
         prefill = self._prefill.of(forecast.prefill)
         handover = _estimate(
@@ -154,7 +157,7 @@ class Costs:
         read = _estimate(reading, unfound, now_ns)
         local = self._local_fit(forecast.decode)
         # Decode computes at least one token itself.
-        computed = max(new + min(missed, held), 1.0)
+        computed = max(new + missed, 1.0)
         alone = _estimate(local, computed, now_ns)
         penalty = RUNNING_PENALTY * forecast.decode_in_flight * local.each * computed
         return Estimates(
@@ -203,8 +206,14 @@ class Costs:
 
     def _learn_local(self, forecast: Forecast, took: Took, now_ns: int) -> None:
         held = min(forecast.held_tokens, took.prompt_tokens)
-        missed = max(held - took.cached_tokens, 1.0)
-        self._missed.kept(forecast.decode).learn(held, missed, now_ns)
+        decode = forecast.decode
+        if took.cached_tokens > 0:
+            # What decode's cache finds is whole blocks, and their size a power of two.
+            known = self._blocks.of(decode) if decode in self._blocks else BLOCK_TOKENS_MAX
+            self._blocks.saw(decode, min(known, took.cached_tokens & -took.cached_tokens))
+        whole = held - held % int(self._blocks.of(decode))
+        if whole > 0:
+            self._decode_cache.saw(decode, min(took.cached_tokens / whole, 1.0))
         if took.decode_ms <= 0:
             return
         fit = self._local_fit(forecast.decode)
@@ -229,16 +238,19 @@ class Costs:
         computed = float(max(took.prompt_tokens - took.reused_tokens - took.cached_tokens, 1))
         units = computed + self._ahead(forecast)
         prefill = self._prefill.kept(forecast.prefill)
-        self._count_leg(forecast.prefill, computed)
+        self._leg_tokens.saw(forecast.prefill, computed)
         if forecast.extends:
-            unfound = max(forecast.held_tokens - took.cached_tokens, 1.0)
-            self._unfound.kept(forecast.prefill).learn(forecast.held_tokens, unfound, now_ns)
+            found = min(took.cached_tokens / forecast.held_tokens, 1.0)
+            self._prefill_cache.saw(forecast.prefill, found)
         read_tokens = float(took.reused_tokens or (forecast.held_tokens if took.read_failed else 0))
         if not pull or read_tokens <= 0:
             prefill.learn(units, took.prefill_ms, now_ns)
             return
         read = self._read.kept(f"{forecast.holder} {forecast.prefill}")
-        _learn_together(((prefill, units), (read, read_tokens)), took.prefill_ms, now_ns)
+        if took.read_failed:
+            read.learn(read_tokens, max(took.prefill_ms - prefill.value(units), 0.0), now_ns)
+        else:
+            _learn_together(((prefill, units), (read, read_tokens)), took.prefill_ms, now_ns)
 
     def _local_fit(self, decode: str) -> Fit:
         if self._local.taught:
@@ -251,20 +263,41 @@ class Costs:
         if forecast.decode != forecast.holder:
             return prompt_tokens
         held = forecast.held_tokens
-        missed = self._missed.of(forecast.decode).value(held)
-        return max(prompt_tokens - max(held - missed, 0.0), 1.0)
+        return max(prompt_tokens - held + self._missed(forecast.decode, held), 1.0)
 
     def _ahead(self, forecast: Forecast) -> float:
         """Tokens that prefill has to compute before it comes to the turn's."""
         legs = max(forecast.prefill_in_flight - 0.5, 0.0)
-        return legs * self._leg_tokens.get(forecast.prefill, 0.0)
+        return legs * self._leg_tokens.of(forecast.prefill)
 
-    def _count_leg(self, prefill: str, computed: float) -> None:
-        mean = self._leg_tokens.get(prefill, computed)
-        self._leg_tokens[prefill] = mean + _LEG_STEP * (computed - mean)
-        self._leg_tokens.move_to_end(prefill)
-        if len(self._leg_tokens) > ENGINES_MAX:
-            self._leg_tokens.popitem(last=False)
+    def _missed(self, decode: str, held: int) -> float:
+        """Retained tokens that decode computes again: a begun block, and what its cache lost."""
+        begun = held % int(self._blocks.of(decode))
+        return begun + (held - begun) * (1.0 - self._decode_cache.of(decode))
+
+
+class _Recent:
+    """A number per engine: the mean of the latest ones seen. A new engine begins with the last."""
+
+    def __init__(self, prior: float, step: float) -> None:
+        self._means: OrderedDict[str, float] = OrderedDict()
+        self._last = prior
+        self._step = step
+
+    def __contains__(self, engine: str) -> bool:
+        return engine in self._means
+
+    def of(self, engine: str) -> float:
+        """Returns an engine's number."""
+        return self._means.get(engine, self._last)
+
+    def saw(self, engine: str, number: float) -> None:
+        """Takes in a number."""
+        mean = self._means.get(engine, number)
+        self._last = self._means[engine] = mean + self._step * (number - mean)
+        self._means.move_to_end(engine)
+        if len(self._means) > ENGINES_MAX:
+            self._means.popitem(last=False)
 
 
 class _Fits:

@@ -2,8 +2,9 @@
 
 Recursive least squares on relative errors, so that a leg of 10 ms teaches as
 much as one of 10 s. What is known fades with every observation and with time:
-the rates stay, but doubt grows back to that of a prior. One observation moves
-the rates by no more than `OUTLIER` times what was to be expected.
+the rates stay, but doubt grows back to that of a prior. An observation that is
+far off counts as less far off, and lets doubt grow, so that one moves little
+and several in a row are believed.
 """
 
 from math import sqrt
@@ -15,15 +16,17 @@ PRIOR_CORRELATION: Final = 0.5
 """How far the two are off together: an engine is first of all fast or slow."""
 MEMORY: Final = 0.95
 """Weight of what was known before an observation, after it."""
-HALF_LIFE_NS: Final = 600 * 10**9
+HALF_LIFE_NS: Final = 120 * 10**9
 """Time in which what is known counts for half."""
 NOISE_FIRST: Final = 0.25
 """Scatter of observations, as a share of them, until it is learned."""
-NOISE_MIN: Final = 0.05
+NOISE_MIN: Final = 0.1
 NOISE_STEP: Final = 0.1
 """How fast the scatter is learned."""
 OUTLIER: Final = 2.0
 """Deviations beyond which an observation counts as no further off."""
+OUTLIER_DOUBT: Final = 4.0
+"""Growth of doubt, as a variance, after one that is further off."""
 RATE_MIN: Final = 1 / 1024
 """Least a rate can become, as a share of its prior; rates are positive."""
 
@@ -96,14 +99,17 @@ class Fit:
         blurred = (blur / value) ** 2
         variance = known + self._noise + blurred
         bound = OUTLIER * sqrt(variance)
-        error = min(max(observed / value - 1.0, -bound), bound)
+        off = observed / value - 1.0
+        error = min(max(off, -bound), bound)
         step = error / variance
         self.fixed = max(self.fixed + fixed_reach * step * prior_fixed, RATE_MIN * prior_fixed)
         self.each = max(self.each + each_reach * step * prior_each, RATE_MIN * prior_each)
         self._fixed_var = max(self._fixed_var - fixed_reach**2 / variance, 0.0)
         self._each_var = max(self._each_var - each_reach**2 / variance, 0.0)
         self._both -= fixed_reach * each_reach / variance
-        if blurred < self._noise:
+        if error != off:
+            self._fade(OUTLIER_DOUBT)
+        if known + blurred < self._noise:
             noise = max(error * error - known - blurred, NOISE_MIN**2)
             self._noise += NOISE_STEP * (noise - self._noise)
 

@@ -1,0 +1,329 @@
+"""What the ways to serve a turn cost, as learned from turns with hand-made durations."""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import pytest
+
+from kvturn_router.costs import (
+    ENGINES_MAX,
+    EXPLORED_FIRST,
+    EXPLORED_SHARE,
+    Costs,
+    Estimate,
+    Forecast,
+    Priors,
+    Took,
+)
+from kvturn_router.fit import HALF_LIFE_NS, PRIOR_DEVIATION, Fit
+
+SECOND_NS = 10**9
+WRONG = (0.25, 1.0, 4.0)
+BLOCK = 128
+
+
+class World(NamedTuple):
+    """How long things really take: ms of a leg, ms of a token."""
+
+    prefill: tuple[float, float] = (60.0, 0.9)
+    read: tuple[float, float] = (150.0, 0.05)
+    handover: tuple[float, float] = (60.0, 0.1)
+    local: tuple[float, float] = (40.0, 1.1)
+
+    def serve(self, way: str, held: int, new: float, scale: tuple[float, float]) -> Took:
+        """Returns what a turn tells; `scale` is the noise of each leg."""
+        prompt = int(held + new)
+        begun = held % BLOCK
+        decode_ms = self.handover[0] + self.handover[1] * (new + begun)
+        if way == "local":
+            decode_ms = self.local[0] + self.local[1] * (new + begun)
+            return Took(prompt, 0, held - begun, 0.0, decode_ms * scale[1], 0)
+        computed = new if way == "pull" else held + new
+        prefill_ms = self.prefill[0] + self.prefill[1] * computed
+        reused = held if way == "pull" else 0
+        if reused:
+            prefill_ms += self.read[0] + self.read[1] * held
+        return Took(prompt, reused, 0, prefill_ms * scale[0], decode_ms * scale[1], 0)
+
+    def ms(self, way: str, held: int, new: float) -> float:
+        took = self.serve(way, held, new, (1.0, 1.0))
+        return took.prefill_ms + took.decode_ms
+
+    def wrong(self, compute: float, transfer: float, local: float) -> Priors:
+        """Priors that are off by these factors."""
+        return Priors(
+            prefill=_times(self.prefill, compute),
+            read=_times(self.read, transfer),
+            handover=_times(self.handover, transfer),
+            local=_times(self.local, local),
+        )
+
+
+def _times(rate: tuple[float, float], factor: float) -> tuple[float, float]:
+    return rate[0] * factor, rate[1] * factor
+
+
+def forecast(costs: Costs, held: int, new_bytes: int, **changed: object) -> Forecast:
+    """A turn of one conversation on one pair of idle engines."""
+    known = Forecast(
+        model="m",
+        new_bytes=new_bytes,
+        new_tokens=costs.new_tokens("m", new_bytes),
+        held_tokens=held,
+        extends=True,
+        holder="http://d",
+        prefill="http://p",
+        prefill_in_flight=0,
+        decode="http://d",
+        decode_in_flight=0,
+    )
+    return known._replace(**changed)  # type: ignore[arg-type]
+
+
+def pick(costs: Costs, turn: Forecast, now_ns: int, *, explore: bool) -> str:
+    """The way that a turn is to go, by the rule of `plan.choose`."""
+    ways = costs.estimates(turn, now_ns)._asdict()
+    best = min(ways, key=lambda way: ways[way].ms)
+    hope = min(ways, key=lambda way: ways[way].best_ms)
+    wanted = hope != best and ways[hope].best_ms < ways[best].ms
+    return hope if explore and costs.explores(turn.decode, wanted=wanted) else best
+
+
+HELD_OUT = [(held, new) for held in (450, 1300, 2600) for new in (12, 45, 170, 420, 900)]
+
+
+def regret(world: World, costs: Costs, now_ns: int) -> float:
+    """How much longer than the best ways the picked ones take, over turns not learned from."""
+    picked = best = 0.0
+    for held, new in HELD_OUT:
+        turn = forecast(costs, held, round((new - 4) / 0.22))
+        way = pick(costs, turn, now_ns, explore=False)
+        picked += world.ms(way, held, new)
+        best += min(world.ms(each, held, new) for each in ("pull", "local", "recompute"))
+    return picked / best - 1.0
+
+
+@pytest.mark.parametrize("local", WRONG)
+@pytest.mark.parametrize("transfer", WRONG)
+@pytest.mark.parametrize("compute", WRONG)
+def test_priors_that_are_wrong_by_four_are_overridden(compute, transfer, local):
+    """After 25 turns, with a tenth of noise, picks cost within 10 % of the best and stay so."""
+    world, rng = World(), random.Random(7)
+    costs, now_ns = Costs(world.wrong(compute, transfer, local)), 0
+    regrets = []
+    for _ in range(60):
+        now_ns += 5 * SECOND_NS
+        held = rng.randint(300, 3500)
+        new_bytes = round(rng.choice((30, 100, 300, 1000, 3000)) * rng.uniform(0.8, 1.2))
+        turn = forecast(costs, held, new_bytes)
+        way = pick(costs, turn, now_ns, explore=True)
+        scale = (rng.lognormvariate(0, 0.1), rng.lognormvariate(0, 0.1))
+        costs.learn(way, turn, world.serve(way, held, 4 + 0.22 * new_bytes, scale), now_ns)
+        regrets.append(regret(world, costs, now_ns))
+    assert max(regrets[25:]) < 0.1
+
+
+def taught(world: World, turns: int = 40) -> Costs:
+    """Costs that have seen every way often, without noise."""
+    costs, rng = Costs(), random.Random(1)
+    for index in range(turns):
+        held, new_bytes = rng.randint(300, 3500), rng.choice((50, 500, 3000))
+        turn = forecast(costs, held, new_bytes)
+        for way in ("pull", "local", "recompute"):
+            took = world.serve(way, held, 4 + 0.22 * new_bytes, (1.0, 1.0))
+            costs.learn(way, turn, took, index * SECOND_NS)
+    return costs
+
+
+def test_fixed_part_and_slope_come_apart():
+    """All ways seen at several sizes: each is told to a tenth, also for sizes never seen."""
+    world = World()
+    costs = taught(world)
+    told = costs.estimates(forecast(costs, 5000, 2000), 40 * SECOND_NS)
+    new = 4 + 0.22 * 2000
+    for way in ("pull", "local", "recompute"):
+        assert getattr(told, way).ms == pytest.approx(world.ms(way, 5000, new), rel=0.1)
+
+
+def test_one_outlier_moves_little():
+    """A turn that took twenty times as long as all before and after is not believed."""
+    costs = taught(World())
+    turn = forecast(costs, 1000, 300)
+    before = costs.estimates(turn, 40 * SECOND_NS).local.ms
+    took = World().serve("local", 1000, 70, (1.0, 20.0))
+    costs.learn("local", turn, took, 40 * SECOND_NS)
+    assert costs.estimates(turn, 40 * SECOND_NS).local.ms < 1.2 * before
+
+
+def test_a_change_that_lasts_is_believed():
+    """The network becomes five times as slow and stays so: 30 pulls later that is known."""
+    world = World()
+    costs = taught(world)
+    slow = world._replace(read=_times(world.read, 5))
+    for index in range(30):
+        turn = forecast(costs, 2000, 300)
+        took = slow.serve("pull", 2000, 70, (1.0, 1.0))
+        costs.learn("pull", turn, took, (40 + index) * SECOND_NS)
+    told = costs.estimates(forecast(costs, 2000, 300), 70 * SECOND_NS).pull.ms
+    assert told == pytest.approx(slow.ms("pull", 2000, 70), rel=0.2)
+
+
+def test_decode_without_a_prefix_cache_computes_all():
+    """Local turns report no hit: soon local is expected to cost the whole prompt."""
+    world = World()
+    costs = taught(world)
+    for index in range(15):
+        turn = forecast(costs, 2000, 300)
+        whole_ms = world.local[0] + world.local[1] * 2070
+        costs.learn("local", turn, Took(2070, 0, 0, 0.0, whole_ms, 0), (40 + index) * SECOND_NS)
+    told = costs.estimates(forecast(costs, 2000, 300), 60 * SECOND_NS)
+    assert told.local.ms > 0.6 * whole_ms
+    assert told.pull.ms < told.local.ms
+
+
+def test_prefill_that_caches_needs_to_read_and_compute_less():
+    """Prefill finds nine tenths of what is held in its own cache: recomputing is cheap there."""
+    costs = Costs()
+    for index in range(20):
+        turn = forecast(costs, 2000, 300)
+        took = Took(2070, 0, 1800, 20 + 0.1 * 270, 20.0, 0)
+        costs.learn("recompute", turn, took, index * SECOND_NS)
+    told = costs.estimates(forecast(costs, 2000, 300), 20 * SECOND_NS)
+    assert told.recompute.ms < 100
+
+
+def test_failed_reads_make_pulling_dear():
+    """Every read begins and brings nothing: the time it cost counts as the read's."""
+    world = World()
+    costs = taught(world)
+    turn = forecast(costs, 2000, 300)
+    before = costs.estimates(turn, 40 * SECOND_NS).pull.ms
+    for index in range(10):
+        took = Took(2070, 0, 0, world.ms("recompute", 2000, 70) + 3000, 60.0, 0, read_failed=True)
+        costs.learn("pull", turn, took, (40 + index) * SECOND_NS)
+    assert costs.estimates(turn, 50 * SECOND_NS).pull.ms > before + 1000
+
+
+def test_answers_that_are_not_streamed_teach_too():
+    """Decode's legs last to the end of answers of 5 to 200 tokens, at 12 ms each."""
+    world, rng = World(), random.Random(3)
+    costs = Costs()
+    for index in range(80):
+        held, new_bytes = rng.randint(300, 3500), rng.choice((50, 500, 3000))
+        turn = forecast(costs, held, new_bytes)
+        for way in ("pull", "local", "recompute"):
+            generated = rng.randint(5, 200)
+            took = world.serve(way, held, 4 + 0.22 * new_bytes, (1.0, 1.0))
+            took = took._replace(
+                decode_ms=took.decode_ms + 12 * generated, generated_tokens=generated
+            )
+            costs.learn(way, turn, took, index * SECOND_NS)
+    told = costs.estimates(forecast(costs, 2000, 2000), 80 * SECOND_NS)
+    assert told.local.ms == pytest.approx(world.ms("local", 2000, 444), rel=0.25)
+    assert told.pull.ms == pytest.approx(world.ms("pull", 2000, 444), rel=0.25)
+
+
+def test_load_counts():
+    """Requests ahead on prefill are waited for; requests that run on decode are slowed down."""
+    costs = taught(World())
+    now_ns = 40 * SECOND_NS
+    idle = costs.estimates(forecast(costs, 1000, 300), now_ns)
+    queued = costs.estimates(forecast(costs, 1000, 300, prefill_in_flight=3), now_ns)
+    running = costs.estimates(forecast(costs, 1000, 300, decode_in_flight=10), now_ns)
+    assert queued.pull.ms > idle.pull.ms + 500
+    assert queued.recompute.ms > idle.recompute.ms + 500
+    assert queued.local == idle.local
+    assert running.local.ms > 1.5 * idle.local.ms
+    assert running.pull == idle.pull
+
+
+def test_a_new_engine_begins_with_what_others_taught():
+    """The first estimate for an engine that was never seen is that of one that was."""
+    costs = taught(World())
+    now_ns = 40 * SECOND_NS
+    seen = costs.estimates(forecast(costs, 1000, 300), now_ns)
+    new = costs.estimates(
+        forecast(costs, 1000, 300, holder="http://new", decode="http://new"), now_ns
+    )
+    assert new.local.ms == pytest.approx(seen.local.ms, rel=0.01)
+    assert new.local.best_ms < seen.local.best_ms
+
+
+def test_what_is_known_fades_and_the_estimate_stays():
+    """Hours without a turn: the estimate is the same, hope is that of a way never taken."""
+    costs = taught(World())
+    turn = forecast(costs, 1000, 300)
+    now = costs.estimates(turn, 40 * SECOND_NS).local
+    later = costs.estimates(turn, 40 * SECOND_NS + 50 * HALF_LIFE_NS).local
+    assert later.ms == now.ms
+    assert now.best_ms > 0.75 * now.ms
+    assert later.best_ms < 0.35 * later.ms
+
+
+def test_exploring_is_bounded():
+    """However much it is wanted, only few turns explore; engines are counted apart."""
+    costs = Costs()
+    explored = 0
+    for count in range(1, 1001):
+        explored += costs.explores("http://d", wanted=True)
+        assert explored <= EXPLORED_FIRST + count / EXPLORED_SHARE
+    assert explored >= 1000 // EXPLORED_SHARE
+    assert costs.explores("http://other", wanted=True)
+    assert not costs.explores("http://another", wanted=False)
+
+
+def test_memory_is_bounded():
+    """Far more pairs of engines than are kept: the oldest are forgotten, the latest stay."""
+    costs, world = Costs(), World()
+    for index in range(ENGINES_MAX + 100):
+        name = f"http://{index}"
+        turn = forecast(costs, 1000, 300, holder=name, decode=name, prefill=f"http://p{index}")
+        for way in ("pull", "local"):
+            costs.learn(way, turn, world.serve(way, 1000, 70, (1.0, 1.0)), index)
+        costs.explores(name, wanted=False)
+    sizes = [len(kept) for kept in vars(costs).values() if hasattr(kept, "__len__")] + [
+        len(kept._fits) for kept in vars(costs).values() if hasattr(kept, "_fits")
+    ]
+    assert max(sizes) == ENGINES_MAX
+
+
+def test_what_says_nothing_teaches_nothing():
+    """A turn without prompt tokens, and one without durations, leave all as it was."""
+    costs = Costs()
+    turn = forecast(costs, 1000, 300)
+    before = costs.estimates(turn, 0)
+    for way in ("pull", "local", "recompute"):
+        costs.learn(way, turn, Took(0, 0, 0, 50.0, 50.0, 0), SECOND_NS)
+    assert costs.estimates(turn, SECOND_NS) == before
+    costs.learn("recompute", turn, Took(1070, 0, 0, 0.0, 0.0, 0), SECOND_NS)
+    told = costs.estimates(turn, SECOND_NS)
+    assert told.pull == before.pull
+    assert isinstance(told.local, Estimate)
+
+
+@pytest.mark.parametrize("factor", [1 / 20, 0.25, 4.0, 12.0])
+def test_a_fit_finds_rates_far_from_its_prior(factor):
+    """Exact observations at two sizes: both rates are right to 10 % after thirty of them."""
+    fit = Fit((10.0, 1.0))
+    for index in range(30):
+        units = (10.0, 200.0)[index % 2]
+        fit.learn(units, factor * (10.0 + units), index * SECOND_NS)
+    for units in (10.0, 200.0):
+        assert fit.value(units) == pytest.approx(factor * (10.0 + units), rel=0.1)
+        assert fit.deviation(units, 30 * SECOND_NS) < 0.2
+
+
+def test_a_fit_stays_positive_and_finite_under_anything():
+    """Wild observations in any order: values stay positive, deviations within bounds."""
+    rng = random.Random(11)
+    fit = Fit((10.0, 1.0))
+    now_ns = 0
+    for _ in range(20_000):
+        now_ns += rng.choice((0, SECOND_NS, HALF_LIFE_NS, 100 * HALF_LIFE_NS))
+        units = rng.choice((0.0, 1.0, 50.0, 1e6))
+        fit.learn(units, rng.choice((0.0, 1e-6, 1.0, 1e3, 1e9)), now_ns, rng.choice((0.0, 1e4)))
+        assert fit.fixed > 0
+        assert fit.each > 0
+        assert 0 <= fit.deviation(rng.choice((0.0, 1e6)), now_ns) <= PRIOR_DEVIATION
