@@ -4,10 +4,12 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
+from certificates import Authority
 from router_harness import FakeLease, Rig, router
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
@@ -244,3 +246,27 @@ async def test_heartbeats_do_not_go_on_for_ever(monkeypatch: pytest.MonkeyPatch)
         assert beats is not None
         await rig.until(beats.done)
         assert 1 <= len(rig.lease.kept) <= 6
+
+
+async def test_it_speaks_tls_and_brings_its_key(tmp_path: Path):
+    """A key unknown to the router is an error, and so is a certificate unknown to the client."""
+    authority, strangers = Authority(tmp_path), Authority(tmp_path, "stranger")
+    pair = authority.issue()
+    keys = tmp_path / "keys"
+    keys.write_text("sk-0123456789 team\n")
+    flags = [f"--tls-cert={pair.cert}", f"--tls-key={pair.key}", f"--api-keys-file={keys}"]
+
+    async def ask(rig: Rig, trusted: Authority, key: str) -> str:
+        tls = grpc.ssl_channel_credentials(trusted.ca.read_bytes())
+        async with dial(rig, tls=tls, api_key=key) as own, own.conversation("m") as conversation:
+            try:
+                return (await conversation.complete(messages=[QUESTION])).verdict
+            except RouterError as error:
+                return f"{error.status} {error.reason}"
+
+    async with router(*flags, ready=False) as rig:
+        await rig.until(lambda: not rig.server._fleet.missing())
+        assert await ask(rig, authority, "sk-0123456789") == "not_offered"
+        assert await ask(rig, authority, "sk-unknown-key") == "401 KEY_INVALID"
+        assert await ask(rig, strangers, "sk-0123456789") == "503 "
+        assert len(rig.decode.turns) == 1
