@@ -208,6 +208,30 @@ async def test_an_engine_cannot_register_under_an_id_that_is_not_its_own(
                     assert reason_of(refused.value) == "ENGINE_ID_REFUSED"
 
 
+@pytest.mark.parametrize("name", ["d\n2026-01-01 ERROR all is lost", "d\r", "d\x1b[2J", "d\u2028"])
+async def test_no_name_writes_lines_of_its_own_into_logs(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engine ids, addresses and router ids are shown: control characters in them are refused."""
+    caplog.set_level(logging.DEBUG)
+    async with lease_service() as address, dial(address) as stub:
+        named, addressed = register(name), register("d")
+        addressed.register.engine.http_address = f"http://{name}"
+        hello = lease_pb2.RouterSessionRequest(hello=lease_pb2.RouterHello(router_id=name))
+        for method, first in (
+            ("EngineSession", named),
+            ("EngineSession", addressed),
+            ("RouterSession", hello),
+        ):
+            stream = getattr(stub, method)()
+            await stream.write(first)
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                async with asyncio.timeout(GUARD_S):
+                    await stream.read()
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert name not in caplog.text
+
+
 async def test_tokens_are_read_again_when_their_file_changes(
     tokens: list[str], tmp_path: Path
 ) -> None:

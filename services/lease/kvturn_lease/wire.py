@@ -77,6 +77,12 @@ def _check_text(text: str, field: str, least: int, most: int) -> None:
     _check(fits, field, f"must be {least} to {most} bytes")
 
 
+def _check_shown(text: str, field: str, least: int, most: int) -> None:
+    """Checks a text that is shown in logs, where it must not pass for lines of its own."""
+    _check_text(text, field, least, most)
+    _check(text.isprintable(), field, "must have printable characters only")
+
+
 def span_ns(span: Duration, field: str) -> int:
     """Reads a span of 0 or more. Raises InvalidArgument."""
     seconds, nanos = span.seconds, span.nanos
@@ -130,8 +136,8 @@ def session_id(request: lease_pb2.EngineSessionRequest) -> SessionId:
     _check(request.register.HasField("engine"), "register.engine", "must be set")
     engine = request.register.engine
     field = "register.engine"
-    _check_text(engine.engine_id, f"{field}.engine_id", 1, _ENGINE_ID_BYTES_MAX)
-    _check_text(engine.incarnation, f"{field}.incarnation", 1, _INCARNATION_BYTES_MAX)
+    _check_shown(engine.engine_id, f"{field}.engine_id", 1, _ENGINE_ID_BYTES_MAX)
+    _check_shown(engine.incarnation, f"{field}.incarnation", 1, _INCARNATION_BYTES_MAX)
     _check("." not in engine.incarnation, f"{field}.incarnation", 'must not contain "."')
     return SessionId(engine.engine_id, engine.incarnation, request.session_number)
 
@@ -146,7 +152,7 @@ def engine_info(engine: lease_pb2.EngineDescription) -> EngineInfo:
     )
     _check(engine.role in roles, f"{field}.role", "must be PREFILL, DECODE or BOTH")
     address = engine.http_address
-    _check_text(address, f"{field}.http_address", 0, _TEXT_BYTES_MAX)
+    _check_shown(address, f"{field}.http_address", 0, _TEXT_BYTES_MAX)
     _check(
         not address or address.startswith(("http://", "https://")),
         f"{field}.http_address",
@@ -348,7 +354,7 @@ def hello(request: lease_pb2.RouterSessionRequest) -> list[Beginning]:
     Turns that are malformed are left out: they were refused when they began.
     """
     _check(request.HasField("hello"), "hello", "must be set in the first message")
-    _check_text(request.hello.router_id, "hello.router_id", 1, _ROUTER_ID_BYTES_MAX)
+    _check_shown(request.hello.router_id, "hello.router_id", 1, _ROUTER_ID_BYTES_MAX)
     turns = []
     for message in request.hello.turns_in_flight:
         with contextlib.suppress(InvalidArgument):
