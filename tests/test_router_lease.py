@@ -338,12 +338,12 @@ async def test_a_slow_prefill_whose_read_is_over_is_left_alone():
         assert len(rig.prefill.turns) == 1
 
 
-@pytest.mark.parametrize("failover", [False, True])
-async def test_a_read_of_which_nothing_is_known_is_over_unless_another_leads_by_now(failover):
-    """The leader that granted it would know of a stuck one; its successor does not."""
+@pytest.mark.parametrize(("failover", "forgotten"), [(False, True), (True, True), (True, False)])
+async def test_a_read_that_nobody_knows_is_over_unless_another_leads_by_now(failover, forgotten):
+    """The leader that granted it would know of a stuck one; its successor at most the lease."""
     async with lease_services(3, "--read-margin-ms=20") as (rig, (first, second, _)):
         first.lease_id, first.longest_read_ms, first.http_address = "inc.1.1", 50, rig.decode.url
-        first.forgotten = second.forgotten = True
+        first.forgotten, second.forgotten = True, forgotten
         rig.prefill.report = REPORT
 
         async def play(seen: Seen, reply: Reply) -> None:

@@ -172,6 +172,20 @@ class LeaseClient:
             raise _turn_error(error) from None
         return float(answer.kept.ToMilliseconds() / 1000)
 
+    async def turns(self, key: ConversationKey) -> list[common_pb2.TurnReport]:
+        """Returns a conversation's latest turns, oldest first, whichever router served them.
+
+        Raises TurnError 404 if it is not known, 503 if the service does not answer.
+        """
+        request = lease_pb2.ListTurnsRequest(conversation=_message(key))
+        try:
+            answer = await self._channels.ask(
+                lambda stub: stub.ListTurns, request, timeout_s=_CALL_DEADLINE_S
+            )
+        except (Unanswered, grpc.aio.AioRpcError) as error:
+            raise _turn_error(error) from None
+        return list(answer.turns)
+
     async def _send_touch(self, key: ConversationKey, delta: int) -> bool:
         request = lease_pb2.TouchConversationRequest(
             conversation=_message(key), turns_in_flight_delta=delta

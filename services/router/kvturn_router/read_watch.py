@@ -19,9 +19,10 @@ class ReadWatch:
     """Watches the read under one lease while its prefill leg is out.
 
     Asks the lease service first after `longest_read_ms` + `margin_ms`, so that a
-    turn in time costs no question. An answer that does not come proves
-    nothing: then it asks again. A leader that came after the read began knows
-    nothing of it: then the leg is given up, for the read may be stuck for good.
+    turn in time costs no question. An answer that does not come proves nothing:
+    then it asks again. A leader that came after the read began knows nothing of
+    it, whether or not it knows the lease: then the leg is given up, for the
+    read may be stuck for good.
     """
 
     def __init__(
@@ -53,13 +54,14 @@ class ReadWatch:
     async def _ask(self) -> None:
         while True:
             state = await self._lease.read_state(self._lease_id)
-            if state is not None and state.over:
-                if self._lease.leader_changes == self._leader_changes:
-                    return
-                break
             reading_ms = state.reading_ms if state is not None else None
             if reading_ms is not None and reading_ms > self._longest_read_ms:
                 break
+            if state is not None and reading_ms is None:
+                if self._lease.leader_changes != self._leader_changes:
+                    break
+                if state.over:
+                    return
             left_s = (self._longest_read_ms - (reading_ms or 0)) / 1000
             await asyncio.sleep(max(left_s, 0) + self._margin_s if reading_ms else self._margin_s)
         if self._exchange is not None:
