@@ -14,7 +14,12 @@ from etcd_terms import EtcdTerms
 from kvturn_lease.config import LessorConfig
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.etcd_leases import EtcdLeases
-from kvturn_lease.etcd_records import Keys, conversation_record, session_record
+from kvturn_lease.etcd_records import (
+    Keys,
+    conversation_record,
+    session_record,
+    session_value,
+)
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.store import (
     ConversationChanged,
@@ -48,6 +53,13 @@ def session(engine_id: str = "d1", number: int = 1) -> SessionOpened:
 
 
 # ---- what etcd holds -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draining", [False, True])
+def test_a_session_record_is_read_as_it_was_written(draining: bool) -> None:
+    """An engine that drains does so under the next leader too."""
+    record = SessionRecord("d1", "inc", 7, ("old", "older"), draining)
+    assert session_record(session_value(record)) == record
 
 
 async def test_etcd_learns_no_name_of_a_conversation(tmp_path: Path) -> None:

@@ -72,15 +72,15 @@ class Keys:
 
 def session_value(record: SessionRecord) -> bytes:
     """Returns the value of an engine's session."""
-    return _dump(
-        {
-            "engine": record.engine_id,
-            "incarnation": record.incarnation,
-            "session": record.session_number,
-            "fenced": list(record.fenced),
-            "draining": record.draining,
-        }
-    )
+    body: dict[str, object] = {
+        "engine": record.engine_id,
+        "incarnation": record.incarnation,
+        "session": record.session_number,
+        "fenced": list(record.fenced),
+    }
+    if record.draining:
+        body["draining"] = True
+    return _dump(body)
 
 
 def session_record(value: bytes) -> SessionRecord | None:

@@ -141,7 +141,8 @@ class _Line:
 
     def remove(self, turn: Turn) -> None:
         self.count -= 1
-        if turn.number:
+        # A conversation that was forgotten meanwhile counts from 1 again.
+        if self.by_number.get(turn.number) is turn:
             del self.by_number[turn.number]
         self.forget_history(turn)
 
