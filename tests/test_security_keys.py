@@ -9,7 +9,9 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from router_harness import Client, FakeLease, router, turn_body
+from stub_engine import CHAT
 
 from kvturn.keys import parse_keys, unnamed, watched_keys
 from kvturn.v1 import router_pb2, router_pb2_grpc
@@ -17,6 +19,7 @@ from kvturn.watched import LOOK_INTERVAL_S, FileFault, Watched, warn_of_open_sec
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.errors import TurnError
 from kvturn_router.keys import ApiKeys, operator_of
+from kvturn_router.telemetry import Telemetry
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 KEY = "kvt-0123456789abcdef"
@@ -166,14 +169,26 @@ async def test_the_grpc_front_asks_for_the_same_keys(keys_file: Path) -> None:
             assert serving.status == health_pb2.HealthCheckResponse.SERVING
 
 
-async def test_no_key_is_ever_logged(keys_file: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither a good nor a wrong one, at the most talkative level."""
+async def test_no_key_and_no_prompt_is_in_logs_or_spans(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the most talkative level, for turns that go well, are refused and fail."""
     caplog.set_level(logging.DEBUG)
-    async with router(f"--api-keys-file={keys_file}") as rig:
-        await rig.post(turn_body(), headers=[bearer(KEY)])
-        await rig.post(turn_body(), headers=[bearer("kvt-wrongwrong")])
-    assert KEY not in caplog.text
-    assert "kvt-wrong" not in caplog.text
+    spans = InMemorySpanExporter()
+    telemetry = Telemetry(spans)
+    secret = "the launch code is 0000"
+    body = turn_body(messages=[{"role": "user", "content": secret}])
+    lease = FakeLease()
+    async with router(f"--api-keys-file={keys_file}", lease=lease, telemetry=telemetry) as rig:
+        assert (await rig.post(body, headers=[bearer(KEY)])).status == 200
+        assert (await rig.post(body, headers=[bearer("kvt-wrongwrong")])).status == 401
+        rig.decode.script(CHAT, lambda _, reply: reply.raw(b"no HTTP at all\r\n\r\n"))
+        assert (await rig.post(body, headers=[bearer(KEY)])).status == 502
+    telemetry.shutdown()
+    told = caplog.text + "".join(span.to_json() for span in spans.get_finished_spans())
+    assert '"name": "turn"' in told
+    for word in (KEY, "kvt-wrong", "launch", "remote_block_ids"):
+        assert word not in told
 
 
 def test_keys_are_read_again_when_their_file_changes(keys_file: Path) -> None:

@@ -12,6 +12,14 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import Authority, Pair
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
+    TraceServiceServicer,
+    add_TraceServiceServicer_to_server,
+)
 from router_harness import Answer, Client, Rig, router, turn_body
 from stub_engine import GUARD_S, StubEngine
 
@@ -20,7 +28,7 @@ from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.engine_http import ConnectFault, EnginePool, request_bytes
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry import Telemetry, otlp_exporter
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 
@@ -313,6 +321,45 @@ async def test_no_request_goes_to_an_engine_that_is_not_the_one_meant(
         pool.close()
         plain.close()
         assert not listening.seen
+
+
+# --- the collector of traces --------------------------------------------------------------------
+
+
+class Collector(TraceServiceServicer):
+    """Takes spans."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    async def Export(  # type: ignore[override]
+        self, request: ExportTraceServiceRequest, context: object
+    ) -> ExportTraceServiceResponse:
+        del context
+        for resource in request.resource_spans:
+            for scope in resource.scope_spans:
+                self.names += [span.name for span in scope.spans]
+        return ExportTraceServiceResponse()
+
+
+@pytest.mark.parametrize("believed", [True, False])
+async def test_traces_go_over_tls_to_a_collector_that_is_believed(
+    ours: Authority, strangers: Authority, believed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An https:// endpoint; its authorities come as OpenTelemetry's own variable says."""
+    pair = ours.issue()
+    files = TlsFiles(pair.cert, pair.key, None, ("cert", "key", "ca"))
+    collector, server = Collector(), grpc.aio.server()
+    add_TraceServiceServicer_to_server(collector, server)
+    port = server.add_secure_port("127.0.0.1:0", ServerTls(files).credentials())
+    await server.start()
+    ca = ours.ca if believed else strangers.ca
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(ca))
+    telemetry = Telemetry(otlp_exporter(f"https://127.0.0.1:{port}"))
+    telemetry.turns.begin(None).end()
+    await asyncio.to_thread(telemetry.shutdown)
+    await server.stop(None)
+    assert collector.names == (["turn"] if believed else [])
 
 
 # --- settings -----------------------------------------------------------------------------------
