@@ -324,3 +324,26 @@ async def test_no_name_in_a_body_breaks_out_of_a_header(name: str) -> None:
             assert answer.headers["x-kvturn-conversation"].isascii()
         for seen in rig.decode.turns:
             assert seen.header("x-evil") is None
+
+
+async def test_both_fronts_refuse_the_same_bodies() -> None:
+    """Too long: 413 and RESOURCE_EXHAUSTED; too deep: 400 and INVALID_ARGUMENT. No engine sees."""
+    bodies = [
+        (json.dumps(turn_body(pad="x" * (1 << 20))), 413, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        (
+            json.dumps(turn_body())[:-1] + f', "deep": {"[" * 200}{"]" * 200}}}',
+            400,
+            grpc.StatusCode.INVALID_ARGUMENT,
+        ),
+    ]
+    async with router("--max-body-mb=1") as rig:
+        target = f"127.0.0.1:{rig.server.grpc_port}"
+        async with grpc.aio.insecure_channel(target) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            for body, status, code in bodies:
+                assert (await rig.post(body.encode())).status == status
+                with pytest.raises(grpc.aio.AioRpcError) as refused:
+                    await stub.Complete(router_pb2.CompleteRequest(body_json=body))
+                assert refused.value.code() is code
+        assert not rig.prefill.turns
+        assert not rig.decode.turns

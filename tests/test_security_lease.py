@@ -256,6 +256,17 @@ async def test_without_any_setting_it_is_open_and_says_so_beyond_loopback(
     assert "--engine-tokens-file" in record.getMessage()
 
 
+def test_tokens_that_travel_unencrypted_are_warned_of(
+    tokens: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beyond loopback whoever listens in on the network has them."""
+    assert callers_of(parse_config(tokens, {})) is not None
+    assert not caplog.records
+    assert callers_of(parse_config([*tokens, "--host=0.0.0.0"], {})) is not None
+    [record] = caplog.records
+    assert "unencrypted" in record.getMessage()
+
+
 # --- certificates ---------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 KEY_BYTES_MIN = 8
 KEY_BYTES_MAX = 512
 NAME_BYTES_MAX = 128
-KEYS_MAX = 100_000
+KEYS_MAX = 10_000
 
 _visible = re.compile(rb"[\x21-\x7e]+")
 _comment = re.compile(rb"(^|\s)#.*")

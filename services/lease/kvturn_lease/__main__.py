@@ -119,14 +119,18 @@ def callers_of(config: LeaseConfig) -> Callers | None:
     if config.tls is not None and config.tls.key is not None:
         secrets_files.append(config.tls.key)
     warn_of_open_secrets(secrets_files)
+    logger = logging.getLogger("kvturn.lease")
+    address = address_of(config.host, config.port)
     if config.trusts_all:
         if not is_loopback(config.host):
-            logging.getLogger("kvturn.lease").warning(
+            logger.warning(
                 "whoever reaches %s may act as an engine, a router or an operator: set"
                 " --engine-tokens-file and --router-tokens-file, or --tls-client-ca",
-                address_of(config.host, config.port),
+                address,
             )
         return None
+    if config.tls is None and not is_loopback(config.host):
+        logger.warning("tokens come to %s unencrypted: set --tls-cert and --tls-key", address)
     tokens = {
         role: watched_keys(f"{role}-tokens-file", file) for role, file in config.token_files.items()
     }
