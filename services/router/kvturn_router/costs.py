@@ -133,6 +133,17 @@ class Costs:
         self._leg_tokens = _Recent(0.0, LEG_STEP)
         self._explored: OrderedDict[str, list[int]] = OrderedDict()
 
+    def learned(self) -> Priors:
+        """Returns the rates that a new engine would begin with."""
+        return Priors(
+            prefill=self._prefill.taught_rates,
+            read=self._read.taught_rates,
+            handover=self._handover.taught_rates,
+            local=self._local.taught_rates if self._local.taught else None,
+            size=self._size.taught_rates,
+            generation=self._generation.taught_rates,
+        )
+
     def new_tokens(self, model: str, new_bytes: int) -> float:
         """Returns how many tokens that many bytes of messages are expected to be."""
         return self._size.of(model).value(new_bytes)

@@ -244,7 +244,7 @@ def choose(
     if alone:
         off = resolution.verdict is Verdict.TURNED_OFF
         told = Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED
-        return Choice(PlanKind.ALONE, None, decode, "", told, "not_split", None)
+        return Choice(PlanKind.ALONE, None, decode, "", told, f"not_split {where}", None)
     prefill = prefills.least()
     verdict = resolution.verdict
     if verdict is None and where == _LOST:

@@ -1,0 +1,145 @@
+"""Measures when decode alone beats a read, and how well the cost model picks, on real engines.
+
+    python -m bench.local [--vllm VERSION] [--rounds N] [--turns N] [--out FILE]
+
+Takes about a quarter of an hour. Needs what `make setup` prepares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bench.lease.figures import Table
+from bench.lease.machine import facts, load_average
+from bench.local.crossing import WAYS, Cell, Measured, measure
+from bench.local.learning import Lesson, learn, scaled
+from bench.local.legs import Setup
+from kvturn_router.costs import Priors
+from kvturn_router.plan import PlanKind
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvturn_cli.stack import Stack
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+SETUPS = (
+    Setup("blocks of 32, decode computes in steps of 128 tokens", 32, 128),
+    Setup("blocks of 32", 32),
+    Setup("blocks of 128", 128),
+)
+CELLS = tuple(
+    Cell(*pair) for pair in itertools.product((700, 1600, 3000), (10, 40, 160, 600, 1800))
+)
+BOUND = 0.1
+
+
+def main() -> None:
+    """Runs it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.local", description=__doc__)
+    parser.add_argument("--vllm", default="0.32.0", help="vLLM version (default 0.32.0)")
+    parser.add_argument("--rounds", type=int, default=5, help="turns of each cell and way")
+    parser.add_argument("--turns", type=int, default=30, help="turns of each start")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file for the tables")
+    args = parser.parse_args()
+    loads = [load_average()]
+    tables: list[Table] = []
+    for setup in SETUPS:
+        with setup.stack(args.vllm) as stack:
+            measure(stack, (Cell(200, 20),), 1)
+            cells = measure(stack, CELLS, args.rounds)
+            tables.append(_crossing(setup, args.vllm, args.rounds, cells))
+            print(tables[-1].markdown(), flush=True)
+            if setup is SETUPS[0] or setup is SETUPS[-1]:
+                tables.append(_learning(stack, setup, args.turns, cells))
+                print(tables[-1].markdown(), flush=True)
+            loads.append(load_average())
+    how = (
+        f"`python -m bench.local --vllm {args.vllm} --rounds {args.rounds} --turns {args.turns}`, "
+        f"{datetime.date.today()}, on {facts()}; load averages at the beginning and after each "
+        f"set-up {'; '.join(loads)}, of which the engines themselves are at most 2."
+    )
+    text = "\n".join(
+        [
+            "# Computing a suffix on decode beside reading KV back",
+            "",
+            how,
+            "",
+            *(table.markdown() for table in tables),
+        ]
+    )
+    args.out.write_text(text)
+
+
+def _crossing(setup: Setup, version: str, rounds: int, cells: Mapping[Cell, Measured]) -> Table:
+    rows = []
+    for cell in CELLS:
+        found = cells[cell]
+        medians = [found.median(way) for way in WAYS]
+        local, pull = medians[0], medians[1]
+        rows.append(
+            (
+                str(found.held_tokens),
+                str(found.new_tokens),
+                *(f"{ms:.0f}" for ms in medians),
+                f"{local / pull:.2f}",
+            )
+        )
+    return Table(
+        f"Time to the first token, vLLM {version}, {setup.name}",
+        f"Milliseconds, medians of {rounds} turns that were served in mixed order, through both "
+        "legs as the router makes them. Prefill has no prefix cache of its own.",
+        ("held tokens", "new tokens", *WAYS, "local / pull"),
+        rows,
+    )
+
+
+def _learning(stack: Stack, setup: Setup, turns: int, cells: Mapping[Cell, Measured]) -> Table:
+    found = learn(stack, "stated priors", Priors(), turns, cells)
+    lessons = [found]
+    for factors in itertools.product((4.0, 0.25), repeat=3):
+        compute, transfer, local = factors
+        name = f"prefill x{compute:g}, transfers x{transfer:g}, local x{local:g}"
+        lessons.append(learn(stack, name, scaled(found.rates, *factors), turns, cells))
+        print(name, lessons[-1].picks, [round(one, 2) for one in lessons[-1].excess], flush=True)
+    return Table(
+        f"Picks of the cost model, {setup.name}",
+        f"Each start served {turns} real turns of growing conversations as the model picked and "
+        "learned from those alone. After each turn its picks for the cells above, whose turns it "
+        "never saw, were added up by the measured medians: how much longer than the best way of "
+        "each. Right rates are those that the stated priors had learned in their turns. "
+        "Explored: turns that went a way only because little was known of it.",
+        (
+            "priors",
+            "before turn 5",
+            "10",
+            "last",
+            f"from turn on within {BOUND:.0%}",
+            "worst cell in the end",
+            "local, pull, recompute",
+            "explored",
+        ),
+        [_row(lesson) for lesson in lessons],
+    )
+
+
+def _row(lesson: Lesson) -> tuple[str, ...]:
+    ways = [pick.rstrip("*") for pick in lesson.picks]
+    return (
+        lesson.name,
+        *(f"{lesson.excess[index]:.1%}" for index in (3, 8, -1)),
+        str(lesson.good_after(BOUND)),
+        f"{lesson.worst[-1]:.0%}",
+        ", ".join(
+            str(ways.count(way)) for way in (PlanKind.LOCAL, PlanKind.PULL, PlanKind.RECOMPUTE)
+        ),
+        str(sum(pick.endswith("*") for pick in lesson.picks)),
+    )
+
+
+if __name__ == "__main__":
+    main()
