@@ -269,6 +269,26 @@ async def test_headers_besides_the_answer_reach_the_caller_as_metadata():
         assert rig.decode.turns[0].header("x-session-id") == "s, t"
 
 
+async def test_metadata_counts_as_headers_do():
+    """Trace, tenant and an agent's session: to the engines and in the conversation's name."""
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    sent = (
+        ("traceparent", f"00-{trace}-b7ad6b7169203331-01"),
+        ("x-tenant", "acme"),
+        ("x-session-id", "s-1"),
+        ("authorization", "Bearer k"),
+    )
+    async with router("--tenant-header=X-Tenant", lease=FakeLease()) as rig, dial(rig) as (_, stub):
+        async for _ in stub.Chat(chat("c1"), metadata=sent):
+            pass
+        for seen in (rig.prefill.turns[0], rig.decode.turns[0]):
+            assert trace in (seen.header("traceparent") or "")
+            assert seen.header("x-session-id") == "s-1"
+            assert seen.header("authorization") == "Bearer k"
+        kvturn = rig.prefill.turns[0].json["kv_transfer_params"]["kvturn"]
+        assert (kvturn["tenant"], kvturn["conversation"]) == ("acme", "c1")
+
+
 def test_a_report_is_the_same_as_a_message():
     """Every field there is, there and back; what is not known is absent."""
     full = TurnReport(
