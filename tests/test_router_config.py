@@ -14,6 +14,7 @@ from router_process import process
 from stub_engine import CHAT, Reply, Seen, StubEngine, chunk
 
 from kvturn_router.config import ConfigError, parse_config
+from kvturn_router.plan import PlanKind, Thresholds
 
 ENGINES = ["--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"]
 
@@ -73,6 +74,14 @@ def test_engines_may_have_ipv6_addresses():
     assert config.decodes[0].url == "http://h:1"
 
 
+def test_what_is_fixed_of_the_choice_is_read_from_flags():
+    """Nothing by default; a way; thresholds."""
+    assert parse_config(ENGINES, {}).thresholds == Thresholds()
+    assert parse_config([*ENGINES, "--plan=local"], {}).thresholds.way is PlanKind.LOCAL
+    flags = ("--local-suffix-max-tokens=64", "--pull-min-tokens=256", "--holder-margin=2")
+    assert parse_config([*ENGINES, *flags], {}).thresholds == Thresholds(None, 64, 256, 2)
+
+
 @pytest.mark.parametrize(
     ("flags", "named"),
     [
@@ -100,6 +109,10 @@ def test_engines_may_have_ipv6_addresses():
         ([*ENGINES, "--lease=h:1", "--stock-reuse"], "--stock-reuse"),
         ([*ENGINES, "--engine-api-key-file=/does/not/exist"], "--engine-api-key-file"),
         ([*ENGINES, "--otlp-endpoint=collector"], "--otlp-endpoint"),
+        ([*ENGINES, "--plan=fast"], "--plan"),
+        ([*ENGINES, "--plan=pull", "--pull-min-tokens=5"], "--pull-min-tokens"),
+        ([*ENGINES, "--plan=local", "--local-suffix-max-tokens=5"], "--local-suffix-max-tokens"),
+        ([*ENGINES, "--holder-margin=-1"], "--holder-margin"),
         ([*ENGINES, "--log-level=loud"], "--log-level"),
         ([*ENGINES, "--grpc=5"], "--grpc"),
         ([*ENGINES, "extra"], "extra"),

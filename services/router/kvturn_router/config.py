@@ -20,6 +20,7 @@ from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_router.conversation import SESSION_HEADERS
 from kvturn_router.engine import EngineAddress, engine_address
+from kvturn_router.plan import PlanKind, Thresholds
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
@@ -73,6 +74,8 @@ class RouterConfig:
     """Longest wait for an engine with room; then 429."""
     conversations_max: int
     """Conversations remembered."""
+    thresholds: Thresholds
+    """What of the choice how to serve a turn is fixed."""
     tenant_header: str | None
     """Lower-case name of the header that names the tenant, None to use API keys."""
     session_headers: tuple[str, ...]
@@ -232,6 +235,9 @@ _PORT = _whole(0, 65_535)
 _COUNT_MAX = 10_000_000
 _ENDPOINTS_MAX: Final = 16
 
+_AUTO: Final = "auto"
+_PLANS: Final = (PlanKind.PULL.value, PlanKind.LOCAL.value, PlanKind.RECOMPUTE.value)
+
 _FLAGS: Final = (
     _Flag("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
     _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
@@ -249,6 +255,22 @@ _FLAGS: Final = (
     _Flag("max-queue", _whole(0, 1_000_000), 1024, "N", "turns that wait for an engine; then 429"),
     _Flag("queue-timeout-s", _seconds(0.01), 30.0, "S", "wait for an engine; then 429"),
     _Flag("max-conversations", _whole(1, _COUNT_MAX), 100_000, "N", "conversations remembered"),
+    _Flag("plan", _one_of(_AUTO, *_PLANS), _AUTO, "WAY", "auto, pull, local or recompute"),
+    _Flag(
+        "local-suffix-max-tokens",
+        _whole(0, _COUNT_MAX),
+        None,
+        "N",
+        "longest suffix that decode computes itself; else as costs say",
+    ),
+    _Flag(
+        "pull-min-tokens",
+        _whole(0, _COUNT_MAX),
+        None,
+        "N",
+        "fewest tokens that are read, not computed; else as costs say",
+    ),
+    _Flag("holder-margin", _whole(0, 1_000_000), 8, "N", "requests that a holder may have more"),
     _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
     _Flag("session-headers", _headers, SESSION_HEADERS, "NAME,...", "agents' session headers"),
     _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
@@ -347,6 +369,12 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         queue_places=values["max_queue"],
         queue_s=values["queue_timeout_s"],
         conversations_max=values["max_conversations"],
+        thresholds=Thresholds(
+            way=None if values["plan"] == _AUTO else PlanKind(values["plan"]),
+            local_suffix_tokens_max=values["local_suffix_max_tokens"],
+            pull_tokens_min=values["pull_min_tokens"],
+            holder_margin=values["holder_margin"],
+        ),
         tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
         session_headers=values["session_headers"],
         engine_authorization=values["engine_api_key_file"],
@@ -424,6 +452,9 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    for name in ("local-suffix-max-tokens", "pull-min-tokens"):
+        if values["plan"] != _AUTO and values[name.replace("-", "_")] is not None:
+            raise ConfigError(f"--plan {values['plan']} fixes the way: leave out --{name}")
     for role in ("prefill", "decode"):
         engines = values[role]
         if not engines and not values["lease"] and not values["admin_keys_file"]:
