@@ -703,6 +703,10 @@ async def test_only_so_many_routers_have_a_session() -> None:
         assert await refused.error() == (grpc.StatusCode.RESOURCE_EXHAUSTED, "ROUTERS_EXHAUSTED")
         await first.call.done_writing()
         assert await first.call.read() is grpc.aio.EOF  # type: ignore[attr-defined]
+        malformed = Router(service)
+        hello = lease_pb2.RouterHello(router_id="r")
+        await malformed.send(hello=hello, begin_turns=[beginning(1), beginning(1)])
+        assert await malformed.error() == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT")
         await Router(service).up()
 
 

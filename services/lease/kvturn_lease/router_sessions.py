@@ -44,7 +44,11 @@ class RouterSessions:
         session = self._routers.open(in_flight, now_ns)
         stream = RouterStream(welcome, self._config.queued_messages_max)
         self._streams[session] = stream
-        self._take(session, stream, request, now_ns)
+        try:
+            self._take(session, stream, request, now_ns)
+        except LeaseServiceError:
+            self.close(session, now_ns)
+            raise
         return session, stream
 
     def receive(

@@ -314,6 +314,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         if request is None:
             return
         await context.send_initial_metadata(())
+        if self._closing:
+            raise ShuttingDown
         routers = self._router_sessions
         with self._now() as now_ns:
             session, stream = routers.open(request, now_ns)
