@@ -61,7 +61,7 @@ _number_decoder = msgspec.json.Decoder(float)
 _brackets_alike = bytes.maketrans(b"{}", b"[]")
 _not_structure = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 _written_names: dict[str, bytes] = {
-    name: b'"%s":' % name.encode()
+    name: b',"%b":' % name.encode()
     for name in (
         "model",
         "messages",
@@ -169,7 +169,8 @@ def _refuse_repeated_names(body: bytes, members: Members) -> None:
     if member_spans(body, 0, members) is not None:
         return
     seen: set[str] = set()
-    for name, _ in json.loads(body, object_pairs_hook=list):
+    # Numbers stay text: Python refuses to make integers of thousands of digits.
+    for name, _ in json.loads(body, object_pairs_hook=list, parse_int=str):
         if name in seen:
             raise bad_field(name, f"{name} is given more than once.")
         seen.add(name)
@@ -297,21 +298,22 @@ def joined(
 ) -> list[bytes]:
     """Returns the parts of a JSON object: members but some, then the added ones."""
     parts: list[bytes] = []
-    before = b"{"
     for name, value in members.items():
         if name not in leave_out:
-            parts += (before, _written(name), value)
-            before = b","
+            parts.append(_written_names.get(name) or _written(name))
+            parts.append(value)
     for name, value in added:
-        parts += (before, _written(name), value)
-        before = b","
-    parts.append(b"}" if parts else b"{}")
+        parts.append(_written_names.get(name) or _written(name))
+        parts.append(value)
+    if not parts:
+        return [b"{}"]
+    parts[0] = b"{" + parts[0][1:]  # not the comma
+    parts.append(b"}")
     return parts
 
 
 def _written(name: str) -> bytes:
-    written = _written_names.get(name)
-    return written if written is not None else msgspec.json.encode(name) + b":"
+    return b",%b:" % msgspec.json.encode(name)
 
 
 def prefill_parts(members: Members, transfer: bytes) -> list[bytes]:

@@ -132,12 +132,11 @@ class Exchange:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def pass_to(self, sink: Sink) -> None:
-        """Hands what has come, and all that will come, to `sink`."""
+        """Hands what has come to `sink`, be it nothing, and then all that comes."""
         unread, self._unread = self._unread, []
         if not self.ended:
             self._sink = sink
-        if unread or self.ended:
-            sink(unread[0] if len(unread) == 1 else b"".join(unread), self.ended)
+        sink(unread[0] if len(unread) == 1 else b"".join(unread), self.ended)
 
     def pause(self) -> None:
         """Reads no more until `resume`, so that a slow client slows the engine."""
@@ -388,21 +387,21 @@ class EnginePool:
         `silence_s` bounds the wait for each next byte. `fresh` opens a new
         connection in any case. Raises ConnectFault.
         """
-        loop = asyncio.get_running_loop()
-        connection = None if fresh else self._take_idle(loop.time())
+        connection = None if fresh else self._take_idle()
         if connection is None:
-            connection = await self._connect(loop)
+            connection = await self._connect()
         return connection.start(request, silence_s)
 
-    def _take_idle(self, now: float) -> _Connection | None:
+    def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection, since = self._idle.popitem()
-            if connection.open and now - since <= IDLE_S:
+            if connection.open and connection.loop.time() - since <= IDLE_S:
                 return connection
             connection.abort()
         return None
 
-    async def _connect(self, loop: asyncio.AbstractEventLoop) -> _Connection:
+    async def _connect(self) -> _Connection:
+        loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(

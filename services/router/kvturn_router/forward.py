@@ -66,7 +66,7 @@ class AnswerSink(Protocol):
         """
 
     def write(self, data: bytes, last: bool) -> None:
-        """Sends more of the body, and with `last` ends it."""
+        """Sends more of the body, and with `last` ends it; the first call sends the head, too."""
 
     def fail(self, error: TurnError) -> None:
         """Ends a begun answer that will not be whole."""
@@ -112,6 +112,7 @@ class Forwarder:
         self.tracer = tracer
         self.limits = limits
         self.clock_ns = clock_ns
+        self.loop = asyncio.get_running_loop()
         self.lease = lease
         self.stock = stock
         self._turns: set[_Turn] = set()
@@ -194,7 +195,7 @@ class _Turn:
         self._expected_turn = book.retained_turn(request.key, now_ns - _GRANT_UNDERWAY_NS)
         self._number = book.begin_turn(request.key)
         self._span = forwarder.tracer.begin(request.trace)
-        self._task = asyncio.current_task()
+        self._task = asyncio.current_task(forwarder.loop)
         self._ending: TurnError | None = None
         self._told = False
         self._resolution = Resolution(Verdict.NOT_OFFERED)
@@ -539,8 +540,7 @@ class _Turn:
             data = self._usage.feed(data) if data else data
             if last:
                 data += self._usage.finish()
-        if data or last:
-            self._sink.write(data, last)
+        self._sink.write(data, last)
 
     def _start(self, exchange: Exchange, length: int | None, flow: Exchange | None) -> None:
         self._request.members.clear()
@@ -591,7 +591,8 @@ class _Turn:
         if self._report is not None:
             retained_ns = forwarder.clock_ns() if self._retains else 0
             forwarder.book.end_turn(request.key, report, retained_ns)
-        self._span.end(self._attributes(report), fault=fault)
+        if self._span.recorded:
+            self._span.end(self._attributes(report), fault=fault)
 
     def _attributes(self, report: TurnReport) -> dict[str, Attribute]:
         tokens = self._tokens

@@ -43,6 +43,8 @@ Work = Callable[[], Coroutine[None, None, None]]
 
 _JSON: Final = ((b"content-type", b"application/json"),)
 
+_TURN_PATHS: Final = {path.encode(): path for path in (CHAT, COMPLETIONS)}
+
 
 class TurnAnswer:
     """Writes a turn's answer as HTTP, with the report in its headers."""
@@ -60,12 +62,12 @@ class TurnAnswer:
         flow: Exchange | None,
     ) -> None:
         """Begins the answer."""
-        sent = [*headers, *report_headers(self._request.key, report)]
+        lines = report_lines(self._request.key, report)
         if self._request.request_id is not None:
-            sent.append((b"x-request-id", self._request.request_id.encode()))
+            lines += b"x-request-id: %b\r\n" % self._request.request_id.encode()
         if length is None and not any(name == b"cache-control" for name, _ in headers):
-            sent.append((b"cache-control", b"no-cache"))
-        self._answer.begin(status, sent, length, flow)
+            lines += b"cache-control: no-cache\r\n"
+        self._answer.begin(status, headers, length, flow, lines)
 
     def write(self, data: bytes, last: bool) -> None:
         """Sends more of the body."""
@@ -76,19 +78,29 @@ class TurnAnswer:
         self._answer.fail(error)
 
 
-def report_headers(key: ConversationKey, report: TurnReport) -> list[tuple[bytes, bytes]]:
-    """Returns a turn's report as response headers. Counts are 0 where not known."""
-    return [
-        (b"x-kvturn-conversation", header_value(key.conversation_id)),
-        (b"x-kvturn-turn", b"%d" % report.turn),
-        (b"x-kvturn-verdict", report.verdict.encode()),
-        (b"x-kvturn-prompt-tokens", b"%d" % report.prompt_tokens),
-        (b"x-kvturn-reused-tokens", b"%d" % report.reused_tokens),
-        (b"x-kvturn-local-tokens", b"%d" % report.local_tokens),
-        (b"x-kvturn-prefill-ms", f"{report.prefill_ms:.3f}".encode()),
-        (b"x-kvturn-read-ms", f"{report.read_ms:.3f}".encode()),
-        (b"x-kvturn-read-bytes", b"%d" % report.read_bytes),
-    ]
+def report_lines(key: ConversationKey, report: TurnReport) -> bytes:
+    """Returns a turn's report as header lines of an answer. Counts are 0 where not known."""
+    return (
+        b"x-kvturn-conversation: %b\r\n"
+        b"x-kvturn-turn: %d\r\n"
+        b"x-kvturn-verdict: %b\r\n"
+        b"x-kvturn-prompt-tokens: %d\r\n"
+        b"x-kvturn-reused-tokens: %d\r\n"
+        b"x-kvturn-local-tokens: %d\r\n"
+        b"x-kvturn-prefill-ms: %.3f\r\n"
+        b"x-kvturn-read-ms: %.3f\r\n"
+        b"x-kvturn-read-bytes: %d\r\n"
+    ) % (
+        header_value(key.conversation_id),
+        report.turn,
+        report.verdict.encode(),
+        report.prompt_tokens,
+        report.reused_tokens,
+        report.local_tokens,
+        report.prefill_ms,
+        report.read_ms,
+        report.read_bytes,
+    )
 
 
 class HttpFront:
@@ -134,6 +146,10 @@ class HttpFront:
             answer.refuse(TurnError(500, "The router failed.", reason="INTERNAL"), _echoed(request))
 
     def _route(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        turn_path = _TURN_PATHS.get(request.target)
+        if turn_path is not None and request.method == "POST":
+            self._turn(answer, request, turn_path)
+            return
         try:
             url = httptools.parse_url(request.target)
             path = (url.path or b"/").decode()
@@ -164,7 +180,11 @@ class HttpFront:
         turn = self._intake.turn(path, request.body, request.headers)
         request.body = b""
         self._gate.enter()
-        self._run(answer, lambda: self._serve_turn(answer, turn), self._gate.leave)
+        self._run(answer, lambda: self._serve_turn(answer, turn), self._turn_ended)
+
+    def _turn_ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._gate.leave()
 
     async def _serve_turn(self, answer: HttpAnswer, turn: TurnRequest) -> None:
         try:
@@ -179,14 +199,12 @@ class HttpFront:
         self,
         answer: HttpAnswer,
         work: Work,
-        done: Callable[[], None] | None = None,
+        ended: Callable[[asyncio.Task[None]], None] | None = None,
     ) -> None:
-        task = asyncio.get_running_loop().create_task(self._guarded(answer, work))
-        answer.gone = lambda: _cancel(task)
+        task = answer.loop.create_task(self._guarded(answer, work))
+        answer.gone = task.cancel
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        if done is not None:
-            task.add_done_callback(lambda _: done())
+        task.add_done_callback(ended or self._tasks.discard)
 
     async def _guarded(self, answer: HttpAnswer, work: Work) -> None:
         try:
@@ -295,10 +313,6 @@ class HttpFront:
         answer.whole(200, _JSON, msgspec.json.encode({"kept_s": kept_s}))
 
 
-def _cancel(task: asyncio.Task[None]) -> None:
-    task.cancel()
-
-
 def _allow(request: HttpRequest, *methods: str) -> None:
     if request.method in methods or (request.method == "HEAD" and "GET" in methods):
         return
@@ -307,8 +321,10 @@ def _allow(request: HttpRequest, *methods: str) -> None:
 
 def _require_json(request: HttpRequest) -> None:
     # As vLLM: it also keeps a web page elsewhere from posting turns unasked.
-    media_type = request.headers.get("content-type", "").split(";")[0].strip().lower()
-    if media_type != "application/json":
+    media_type = request.headers.get("content-type", "")
+    if media_type == "application/json":
+        return
+    if media_type.split(";")[0].strip().lower() != "application/json":
         raise TurnError(
             415, "The content type must be application/json.", reason="MEDIA_TYPE_UNSUPPORTED"
         )

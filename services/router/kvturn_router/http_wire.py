@@ -26,6 +26,23 @@ _DISCARD_S: Final = 2.0
 
 _HEADERS_MAX: Final = 256
 
+# Names as clients write them, lower-cased once and for all.
+_NAMES = {
+    written.encode(): name
+    for name in (
+        "accept",
+        "accept-encoding",
+        "authorization",
+        "connection",
+        "content-length",
+        "content-type",
+        "host",
+        "traceparent",
+        "user-agent",
+    )
+    for written in (name, name.title())
+}
+
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -91,15 +108,15 @@ class Listener:
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever the last connection has gone."""
     _date_s: int = 0
-    _date: bytes = b""
+    _date_line: bytes = b""
 
-    def date(self) -> bytes:
-        """Returns the value of a Date header, made once a second."""
+    def date_line(self) -> bytes:
+        """Returns the line of a Date header, made once a second."""
         now_s = int(time.time())
         if now_s != self._date_s:
             self._date_s = now_s
-            self._date = email.utils.formatdate(now_s, usegmt=True).encode()
-        return self._date
+            self._date_line = f"date: {email.utils.formatdate(now_s, usegmt=True)}\r\n".encode()
+        return self._date_line
 
     def sweep(self, now: float) -> None:
         """Closes connections that took too long; `now` is the loop's time."""
@@ -126,16 +143,16 @@ class HttpAnswer:
     """
 
     def __init__(self, connection: "ClientConnection", request: HttpRequest) -> None:
-        self.gone: Callable[[], None] = _nothing
+        self.gone: Callable[[], object] = _nothing
         self.started = False
+        self.loop = connection.loop
         self._connection: ClientConnection | None = connection
         self._keeps = request.keeps
         self._chunks = request.chunks
         self._bodiless = request.method == "HEAD"
         self._chunked = False
         self._head = b""
-        self._flow: Flow | None = None
-        self._events = False
+        self._headers: Sequence[tuple[bytes, bytes]] = ()
         self._latest = b""
 
     def whole(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> None:
@@ -153,55 +170,55 @@ class HttpAnswer:
         headers: Sequence[tuple[bytes, bytes]],
         length: int | None,
         flow: Flow | None,
+        more: bytes = b"",
     ) -> None:
-        """Sends the head, together with the first bytes of the body if they follow at once.
+        """Begins the answer; its head goes out with the first `write`.
 
         `length` is the body's length, None if not known. `flow` is paused while
-        the client does not read.
+        the client does not read. `more` are further header lines as they go on
+        the wire.
         """
         assert not self.started
         self.started = True
         connection = self._connection
         if connection is None:
             return
-        self._flow = flow
+        self._headers = headers
         self._keeps = self._keeps and not connection.listener.draining
-        self._chunked = length is None and self._chunks
-        if length is None and not self._chunks:
+        if length is not None:
+            more += b"content-length: %d\r\n" % length
+        elif self._chunks:
+            self._chunked = True
+            more += b"transfer-encoding: chunked\r\n"
+        else:
             self._keeps = False
-        self._events = any(
-            name == b"content-type" and value.startswith(b"text/event-stream")
-            for name, value in headers
-        )
-        framing = [] if length is None else [(b"content-length", b"%d" % length)]
-        if self._chunked:
-            framing.append((b"transfer-encoding", b"chunked"))
         if not self._keeps:
-            framing.append((b"connection", b"close"))
-        framing.append((b"date", connection.listener.date()))
-        self._head = head_bytes(status, [*headers, *framing])
-        if length is None:
-            asyncio.get_running_loop().call_soon(self._send_head)
+            more += b"connection: close\r\n"
+        more += connection.listener.date_line()
+        self._head = head_bytes(status, headers, more)
         connection.take_flow(flow)
 
     def write(self, data: bytes, last: bool) -> None:
-        """Sends more of the body, and with `last` ends the answer."""
+        """Sends more of the body, the head before it, and with `last` ends the answer."""
         connection = self._connection
         if connection is None:
             return
         if self._bodiless:
             data = b""
-        if data:
+        elif data:
             self._latest = data
-        if self._chunked and not self._bodiless:
-            data = b"%x\r\n%b\r\n" % (len(data), data) if data else b""
-            if last:
-                data += b"0\r\n\r\n"
-        head, self._head = self._head, b""
-        if head or data:
-            connection.send(head + data)
+            if self._chunked:
+                data = b"%x\r\n%b\r\n" % (len(data), data)
+        if last and self._chunked and not self._bodiless:
+            data += b"0\r\n\r\n"
+        if self._head:
+            data = self._head + data
+            self._head = b""
+        if data:
+            connection.send(data)
         if last:
             self._connection = None
+            self.gone = _nothing
             connection.answered(self._keeps)
 
     def fail(self, error: TurnError) -> None:
@@ -213,7 +230,7 @@ class HttpAnswer:
         connection = self._connection
         if connection is None:
             return
-        if self._events:
+        if _is_event_stream(self._headers):
             # An event that was cut off ends here, so that this one is read.
             gap = b"\n\n" if self._latest and not self._latest.endswith(b"\n\n") else b""
             self.write(gap + b"data: " + error.body() + b"\n\n", False)
@@ -226,18 +243,13 @@ class HttpAnswer:
             self._connection = None
             self.gone()
 
-    def _send_head(self) -> None:
-        if self._head and self._connection is not None:
-            head, self._head = self._head, b""
-            self._connection.send(head)
-
 
 class ClientConnection(asyncio.Protocol):
     """One connection from a client."""
 
     def __init__(self, listener: Listener) -> None:
         self.listener = listener
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._current: HttpAnswer | None = None
@@ -245,7 +257,7 @@ class ClientConnection(asyncio.Protocol):
         self._flow: Flow | None = None
         self._blocked = False
         self._blocked_at = 0.0
-        self._last_read = self._loop.time()
+        self._last_read = self.loop.time()
         # The request being read.
         self._target = b""
         self._headers: dict[str, str] = {}
@@ -298,11 +310,11 @@ class ClientConnection(asyncio.Protocol):
         """Called by the answer: it has ended."""
         self._current = None
         self._flow = None
-        self._last_read = self._loop.time()
+        self._last_read = self.loop.time()
         if not keeps or self.listener.draining:
             self.close()
         elif self._ahead:
-            self._loop.call_soon(self._serve_next)
+            self.loop.call_soon(self._serve_next)
         elif self._refused is not None:
             self._answer_refusal()
 
@@ -344,7 +356,7 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._blocked = True
-        self._blocked_at = self._loop.time()
+        self._blocked_at = self.loop.time()
         if self._flow is not None:
             self._flow.pause()
 
@@ -354,7 +366,7 @@ class ClientConnection(asyncio.Protocol):
             self._flow.resume()
 
     def data_received(self, data: bytes) -> None:
-        self._last_read = self._loop.time()
+        self._last_read = self.loop.time()
         if self._closing or self._refused is not None:
             return
         self._reading = True
@@ -413,9 +425,10 @@ class ClientConnection(asyncio.Protocol):
             return
         self._header_count += 1
         self._field_bytes += len(name) + len(value)
-        key = name.lower().decode("latin-1")
+        key = _NAMES.get(name) or name.lower().decode("latin-1")
         text = value.decode("latin-1")
-        self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
+        headers = self._headers
+        headers[key] = f"{headers[key]}, {text}" if key in headers else text
         if (
             self._header_count > _HEADERS_MAX
             or self._field_bytes > self.listener.limits.head_bytes_max
@@ -515,23 +528,26 @@ class ClientConnection(asyncio.Protocol):
             return
         self._closing = True
         body = error.body()
-        headers = [
-            *error.headers(),
-            (b"content-length", b"%d" % len(body)),
-            (b"connection", b"close"),
-            (b"date", self.listener.date()),
-        ]
-        self.send(head_bytes(error.status, headers) + body)
+        more = b"content-length: %d\r\nconnection: close\r\n" % len(body)
+        more += self.listener.date_line()
+        self.send(head_bytes(error.status, error.headers(), more) + body)
         # The connection stays open for a moment and drops what still comes: a
         # client that is writing its body would otherwise see a reset, not this.
         if self._transport is not None and self._transport.can_write_eof():
             self._transport.write_eof()
 
 
-def head_bytes(status: int, headers: Sequence[tuple[bytes, bytes]]) -> bytes:
-    """Returns the head of an answer as it goes on the wire."""
-    lines = [b"%b: %b\r\n" % header for header in headers]
-    return b"HTTP/1.1 %d %b\r\n%b\r\n" % (status, _REASONS.get(status, b""), b"".join(lines))
+def head_bytes(status: int, headers: Sequence[tuple[bytes, bytes]], more: bytes) -> bytes:
+    """Returns the head of an answer as it goes on the wire; `more` are further lines of it."""
+    lines = b"".join([b"%b: %b\r\n" % header for header in headers])
+    return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, _REASONS.get(status, b""), lines, more)
+
+
+def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:
+    return any(
+        name == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in headers
+    )
 
 
 def _nothing() -> None:

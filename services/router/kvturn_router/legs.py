@@ -2,7 +2,7 @@
 
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Final
 
@@ -11,7 +11,6 @@ from kvturn_router.engine_http import (
     Exchange,
     LostFault,
     SilentFault,
-    request_bytes,
 )
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.fleet import Engine
@@ -88,9 +87,9 @@ class Legs:
         on a new one and under a new id. `sent` is called with each exchange as
         soon as its request is on the way. Raises EngineFault.
         """
+        body = b"".join(parts)
         for fresh in (False, True):
-            headers = self._headers(engine, request, span)
-            wire = request_bytes(b"POST", path.encode(), headers, parts)
+            wire = self._wire(engine, request, path, body, span)
             exchange = await engine.pool.send(wire, silence_s=silence_s, fresh=fresh)
             sent(exchange)
             try:
@@ -105,21 +104,26 @@ class Legs:
                 return exchange
         raise AssertionError("the second attempt returns or raises")
 
-    def _headers(
-        self, engine: Engine, request: TurnRequest, span: TurnSpan
-    ) -> list[tuple[bytes, bytes]]:
-        headers = [
-            engine.host_header,
-            (b"content-type", b"application/json"),
-            (b"x-request-id", self._ids.next().encode()),
-            *request.passed_on,
-        ]
+    def _wire(
+        self, engine: Engine, request: TurnRequest, path: str, body: bytes, span: TurnSpan
+    ) -> bytes:
+        more = b"".join([b"%b: %b\r\n" % header for header in request.passed_on])
         authorization = self._authorization or request.authorization
         if authorization is not None:
-            headers.append((b"authorization", authorization))
+            more += b"authorization: %b\r\n" % authorization
         if span.traceparent is not None:
-            headers.append((b"traceparent", span.traceparent.encode()))
-        return headers
+            more += b"traceparent: %b\r\n" % span.traceparent.encode()
+        return (
+            b"POST %b HTTP/1.1\r\n%b: %b\r\ncontent-type: application/json\r\n"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+        ) % (
+            path.encode(),
+            *engine.host_header,
+            self._ids.next().encode(),
+            more,
+            len(body),
+            body,
+        )
 
 
 async def whole_body(exchange: Exchange) -> bytes:
@@ -148,10 +152,9 @@ async def refusal_of(exchange: Exchange) -> EngineRefusal:
 
 def relayed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     """Returns the headers of an answer that are about the answer itself."""
-    named = {
-        name.strip().lower() for name in exchange.header(b"connection").split(b",") if name.strip()
-    }
-    dropped = _NOT_RELAYED | named
+    dropped: Collection[bytes] = _NOT_RELAYED
+    if named := exchange.header(b"connection"):
+        dropped = _NOT_RELAYED | {name.strip().lower() for name in named.split(b",")}
     return [header for header in exchange.headers if header[0] not in dropped]
 
 

@@ -33,13 +33,13 @@ class ReadReport(NamedTuple):
 class PrefillAnswer(NamedTuple):
     """A prefill leg's result.
 
-    `transfer` holds the parameters under which decode fetches the KV, without
-    `kvturn`; None if prefill handed over none. `report` is None without our
+    `transfer` holds the parameters under which decode fetches the KV, a JSON
+    object without `kvturn`; None if prefill handed over none. `report` is None without our
     connector. `prompt_tokens` and `cached_tokens` come from the answer's own
     usage, 0 and None where it has none.
     """
 
-    transfer: Mapping[str, bytes] | None
+    transfer: bytes | None
     report: ReadReport | None
     prompt_tokens: int
     cached_tokens: int | None
@@ -89,13 +89,18 @@ def read_answer(body: bytes) -> PrefillAnswer:
     usage = _usage_of(answer.usage)
     details = usage.prompt_tokens_details
     cached = details.cached_tokens if details is not None else None
+    transfer = bytes(answer.kv_transfer_params)
     try:
-        members = _object_decoder.decode(answer.kv_transfer_params)
+        members = _object_decoder.decode(transfer)
     except msgspec.DecodeError:
         return PrefillAnswer(None, None, usage.prompt_tokens, cached)
-    report = _report_of(members.pop("kvturn", None))
-    transfer = members if _hands_over(members) else None
-    return PrefillAnswer(transfer, report, usage.prompt_tokens, cached)
+    kvturn = members.pop("kvturn", None)
+    if not _hands_over(members):
+        return PrefillAnswer(None, _report_of(kvturn), usage.prompt_tokens, cached)
+    if kvturn is None:
+        return PrefillAnswer(transfer, None, usage.prompt_tokens, cached)
+    transfer = b"".join(joined(members))
+    return PrefillAnswer(transfer, _report_of(kvturn), usage.prompt_tokens, cached)
 
 
 def _usage_of(value: bytes) -> _Usage:
@@ -156,9 +161,8 @@ def prefill_transfer(kvturn: bytes | None, handle: list[tuple[str, bytes]]) -> b
     return b"".join(joined({}, (), added))
 
 
-def decode_transfer(transfer: Mapping[str, bytes] | None, kvturn: bytes | None) -> bytes | None:
+def decode_transfer(transfer: bytes | None, kvturn: bytes | None) -> bytes | None:
     """Returns the decode leg's transfer parameters, None if there are none."""
-    if transfer is None and kvturn is None:
-        return None
-    added = [] if kvturn is None else [("kvturn", kvturn)]
-    return b"".join(joined(transfer or {}, (), added))
+    if transfer is None or kvturn is None:
+        return transfer if kvturn is None else b'{"kvturn":%b}' % kvturn
+    return b'%b,"kvturn":%b}' % (transfer[:-1], kvturn)

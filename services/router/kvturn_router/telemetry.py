@@ -84,10 +84,15 @@ class TurnSpan:
         self._span = span
         self.traceparent = traceparent
 
+    @property
+    def recorded(self) -> bool:
+        """Whether anything reads what `end` is told."""
+        return self._span is not None and self._span.is_recording()
+
     def child(self, name: str) -> "TurnSpan":
         """Begins a span under this one."""
         if self._tracer is None or self._span is None:
-            return TurnSpan(None, None, self.traceparent)
+            return self
         span = self._tracer.start_span(
             name, context=set_span_in_context(self._span), kind=SpanKind.CLIENT
         )
