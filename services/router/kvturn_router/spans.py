@@ -36,6 +36,8 @@ def member_spans(text: bytes, start: int, members: Mapping[str, bytes]) -> dict[
         if found is None or not _is_name(found[1], name):
             return None
         position = found.end() + len(value)
+        if text[found.end() : position] != bytes(value):
+            return None
         spans[name] = (found.end(), position)
     if members and _object_end.match(text, position) is None:
         return None
