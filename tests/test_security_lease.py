@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shutil
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from grpc_status import rpc_status
 from router_harness import router, turn_body
 
 from kvturn.lease_access import LeaseAccess, lease_access
-from kvturn.lease_channels import LeaseChannels
+from kvturn.lease_channels import LeaseChannels, Unanswered
 from kvturn.tls import TlsFiles
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn.watched import FileFault
@@ -356,6 +357,33 @@ async def test_channels_take_up_a_new_token(tokens: list[str], tmp_path: Path) -
         assert (await ask())[0] is UNAUTHENTICATED
         token.write_text("token-router\n")
         await until_let_in(ask)
+        await channels.close()
+
+
+async def test_a_lease_service_with_new_certificates_is_found_again(
+    ours: Authority, tmp_path: Path
+) -> None:
+    """Channels that have lost it connect with the authorities that their file holds then."""
+    others = Authority(tmp_path, "others")
+    ca = tmp_path / "lease.pem"
+    shutil.copy(ours.ca, ca)
+    old, new = ours.issue(), others.issue()
+    question = lease_pb2.ListEnginesRequest()
+    async with lease_service(f"--tls-cert={old.cert}", f"--tls-key={old.key}") as address:
+        channels = LeaseChannels([address], boottime_ns, lease_access(tls_files(ca)))
+        watch = asyncio.create_task(channels.run())
+        await channels.ask(lambda stub: stub.ListEngines, question, timeout_s=GUARD_S)
+    shutil.copy(others.ca, ca)
+    flags = [f"--port={address.rpartition(':')[2]}"]
+    flags += [f"--tls-cert={new.cert}", f"--tls-key={new.key}"]
+    async with lease_service(*flags), asyncio.timeout(GUARD_S):
+        while True:
+            try:
+                await channels.ask(lambda stub: stub.ListEngines, question, timeout_s=GUARD_S)
+                break
+            except Unanswered:
+                await asyncio.sleep(0.05)
+        watch.cancel()
         await channels.close()
 
 

@@ -323,6 +323,31 @@ async def test_no_request_goes_to_an_engine_that_is_not_the_one_meant(
         assert not listening.seen
 
 
+async def test_new_authorities_of_engines_count_for_new_connections(
+    folder: Path, ours: Authority, strangers: Authority
+) -> None:
+    """An engine whose certificate comes of another authority is reached once its file is there."""
+    ca = folder / "engines.pem"
+    shutil.copy(ours.ca, ca)
+    tls = ClientTls(TlsFiles(None, None, ca, ("cert", "key", "ca")))
+    async with engine("decode", strangers.issue()) as listening:
+        pool = EnginePool("127.0.0.1", listening.port, connect_timeout_s=GUARD_S, tls=tls.context)
+        request = request_bytes(b"GET", b"/health", [(b"host", b"h")])
+        with pytest.raises(ConnectFault):
+            await pool.send(request, silence_s=GUARD_S)
+        shutil.copy(strangers.ca, ca)
+        async with asyncio.timeout(GUARD_S):
+            while True:
+                try:
+                    exchange = await pool.send(request, silence_s=GUARD_S)
+                    break
+                except ConnectFault:
+                    await asyncio.sleep(0.05)
+        await exchange.answered()
+        assert exchange.status == 200
+        pool.close()
+
+
 # --- the collector of traces --------------------------------------------------------------------
 
 
