@@ -153,7 +153,9 @@ class StubEngine:
         self._plays[path] = play
 
     async def start(self) -> "StubEngine":
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
+        self._server = await asyncio.start_server(
+            self._serve, "127.0.0.1", self._port, backlog=2048
+        )
         self._port = self._server.sockets[0].getsockname()[1]
         return self
 

@@ -173,31 +173,64 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_it():
             await rig.decode.turns[0].gone.wait()
 
 
+@pytest.mark.parametrize("phase", ["prefill", "decode", "stream"])
+async def test_two_hundred_clients_that_leave_end_two_hundred_legs(phase):
+    """All at once, in each phase of a turn: the engine sees every one of them go within 2 s."""
+
+    async def begun(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await seen.gone.wait()
+
+    async with router() as rig:
+        engine = rig.prefill if phase == "prefill" else rig.decode
+        engine.script(CHAT, begun if phase == "stream" else silent)
+        clients = [await rig.client() for _ in range(200)]
+        body = json.dumps(turn_body(stream=True)).encode()
+        for client in clients:
+            await client.send("POST", CHAT, body)
+        await engine.turn(200)
+        if phase == "stream":
+            assert [await client.piece() for client in clients if await client.head()]
+        for client in clients:
+            client.close()
+        async with asyncio.timeout(2):
+            await asyncio.gather(*(seen.gone.wait() for seen in engine.turns))
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+        assert [one.in_flight for one in rig.server._fleet] == [0, 0]
+        assert len(engine.turns) == 200
+        assert (phase == "prefill") == (rig.decode.turns == [])
+
+
 async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the_legs():
     """Decode could not be reached before the client went: decode fetches the KV, for one token."""
     async with router() as rig:
         pool = rig.server._fleet.decodes[0].pool
-        connecting = asyncio.Event()
+        connecting = 0
         send = pool.send
 
-        async def slow_send(*args, **kwargs):
-            connecting.set()
-            if not left.is_set():
+        async def slow_send(request, **kwargs):
+            nonlocal connecting
+            if request.startswith(b"POST"):
+                connecting += 1
                 await left.wait()
-            return await send(*args, **kwargs)
+            return await send(request, **kwargs)
 
         left = asyncio.Event()
-        client = await rig.client()
-        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
         pool.send = slow_send  # type: ignore[method-assign]
-        await connecting.wait()
-        client.close()
+        clients = [await rig.client() for _ in range(200)]
+        for client in clients:
+            await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await rig.until(lambda: connecting == 200)
+        for client in clients:
+            client.close()
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
         left.set()
-        seen = await rig.decode.turn(1)
-        assert seen.json["max_tokens"] == 1
-        assert seen.json["stream"] is False
-        assert seen.json["kv_transfer_params"] == rig.prefill.handle
+        await rig.decode.turn(200)
+        for seen in rig.decode.turns:
+            assert seen.json["max_tokens"] == 1
+            assert seen.json["stream"] is False
+            assert seen.json["kv_transfer_params"] == rig.prefill.handle
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
