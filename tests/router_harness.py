@@ -298,6 +298,18 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         return lease_pb2.KeepConversationAliveResponse(kept=_milliseconds(60_000))
 
 
+def announcement(engine: StubEngine, **members: Any) -> lease_pb2.Engine:
+    """Returns what the lease service says of an engine that has a session; its id is its URL."""
+    return lease_pb2.Engine(
+        description=lease_pb2.EngineDescription(
+            engine_id=engine.url,
+            role=common_pb2.EngineRole.Value(f"ENGINE_ROLE_{engine.role.upper()}"),
+            http_address=engine.url,
+        ),
+        **members,
+    )
+
+
 def _milliseconds(value: int) -> duration_pb2.Duration:
     duration = duration_pb2.Duration()
     duration.FromMilliseconds(value)
@@ -386,11 +398,19 @@ async def router(
     lease: FakeLease | None = None,
     telemetry: Telemetry | None = None,
     ready: bool = True,
+    announced: bool = False,
 ) -> AsyncIterator[Rig]:
-    """Runs a router with stub engines until the block ends."""
+    """Runs a router with stub engines until the block ends.
+
+    `announced` engines are named by the lease service, others by flags.
+    """
     p = [await StubEngine("prefill").start() for _ in range(prefills)]
     d = [await StubEngine("decode").start() for _ in range(decodes)]
     engines = [f"--prefill={x.url}" for x in p] + [f"--decode={x.url}" for x in d]
+    if announced:
+        assert lease is not None
+        engines = []
+        lease.engines += [announcement(x) for x in (*p, *d)]
     if lease is not None:
         await lease.start()
         # A busy machine must not turn answers into silence.
