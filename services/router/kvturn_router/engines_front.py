@@ -88,7 +88,6 @@ class EnginesFront:
         if role not in _ROLES:
             raise bad_field("role", f"role must be one of {', '.join(_ROLES)}.")
         try:
-            self._fleet.remove(url, OPERATOR)
             self._fleet.add(url, role, OPERATOR)
         except ValueError as error:
             raise bad_field("url", f"url {error}.") from None

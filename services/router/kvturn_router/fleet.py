@@ -146,14 +146,15 @@ class Fleet:
     # --- named by flags and operators -------------------------------------------------------------
 
     def add(self, url: str, role: str, source: Source) -> Engine:
-        """Takes an engine up for a role, or for one more; returns it.
+        """Takes an engine up for a role; returns it. Flags add roles, an operator says the role.
 
         Raises ValueError, in words that follow the URL, if it is no engine's
         base URL, and FleetFull.
         """
         assert role in (PREFILL, DECODE, BOTH)
         member = self._member(engine_address(url))
-        member.roles[source] = _joined(member.roles.get(source, role), role)
+        before = member.roles.get(source, role) if source == FLAGS else role
+        member.roles[source] = _joined(before, role)
         self._settle(member)
         return member.engine
 
