@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 from pathlib import Path
 
 import pytest
-from router_harness import turn_body
+from router_harness import Client, turn_body
 from router_process import process
 from stub_engine import CHAT, Reply, Seen, StubEngine, chunk
 
@@ -65,6 +66,20 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(variable, me
         parse_config(ENGINES, {"KVTURN_LEASE_PORT": "1", variable: "1"})
     assert str(refused.value).startswith(f"{variable} is not a setting")
     assert meant in str(refused.value)
+
+
+@pytest.mark.parametrize("flags", [["--lease=h:1"], ["--lease=h:1", "--decode=http://d:1"]])
+def test_engines_that_announce_themselves_need_no_flags(flags):
+    """With a lease service; without one, and without operators, nobody could name engines."""
+    assert parse_config(flags, {}).prefills == ()
+    with pytest.raises(ConfigError, match="--prefill is missing.*--lease"):
+        parse_config(["--decode=http://d:1"], {})
+
+
+def test_one_engine_is_one_engine_however_it_is_written():
+    """localhost is 127.0.0.1, and a slash at the end is nothing."""
+    with pytest.raises(ConfigError, match="given twice"):
+        parse_config([*ENGINES, "--prefill=http://localhost:1/"], {})
 
 
 def test_engines_may_have_ipv6_addresses():
@@ -130,6 +145,19 @@ def test_a_wrong_variable_is_refused_by_its_own_name():
     """The operator sees what was set where."""
     with pytest.raises(ConfigError, match="KVTURN_ROUTER_PORT"):
         parse_config(ENGINES, {"KVTURN_ROUTER_PORT": "x"})
+
+
+async def test_an_ipv6_address_is_printed_as_urls_have_it():
+    """The line that says where it listens can be used as it is."""
+    async with process(*ENGINES, "--host=::1", "--port=0", "--grpc-port=0") as router:
+        assert router.process.stdout is not None
+        line = (await router.process.stdout.readline()).decode()
+        found = re.fullmatch(r"router listening on http://\[::1\]:(\d+), grpc \[::1\]:\d+\n", line)
+        assert found is not None
+        client = Client(*await asyncio.open_connection("::1", int(found[1])))
+        await client.send("GET", "/health")
+        assert (await client.answer()).status == 200
+        client.close()
 
 
 async def test_faults_at_start_are_one_line_and_an_exit_code(tmp_path: Path):
