@@ -515,6 +515,10 @@ async def test_a_turn_of_an_earlier_session_is_found_by_its_history(service: Ser
     await engine.grant("c", 9, *points("b"))
     await router.settled()
     assert router.retained[5].token_count == 64
+    await router.begin(6, "d", asked=points("b"))
+    await engine.grant("d", 9, *points("b"))  # an older turn's, asked with the same
+    await router.settled()
+    assert 6 not in router.retained
 
 
 # ---- conversations ---------------------------------------------------------------------------
@@ -559,6 +563,17 @@ async def test_a_turn_without_a_name_is_recognised_by_its_history(service: Servi
         1, "conv-3", asked=points("c", "b", "a"), recognise=True
     )
     assert (third.conversation_id, third.turn, third.extends) == ("conv-1", 3, True)
+
+
+async def test_a_conversation_that_was_ended_is_not_recognised(service: Service) -> None:
+    """The client said that it is over: the same history begins another one."""
+    router = await Router(service).up()
+    await router.begin(1, "conv-1", asked=points("a"), recognise=True)
+    await router.end(1)
+    await router.settled()
+    await service.stub.EndConversation(lease_pb2.EndConversationRequest(conversation=key("conv-1")))
+    again = await router.begin(2, "conv-2", asked=points("b", "a"), recognise=True)
+    assert again.conversation_id == "conv-2"
 
 
 async def test_a_conversation_nobody_knows_is_kept_by_nobody(service: Service) -> None:
