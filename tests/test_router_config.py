@@ -72,7 +72,7 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(variable, me
 def test_engines_that_announce_themselves_need_no_flags(flags):
     """With a lease service; without one, and without operators, nobody could name engines."""
     assert parse_config(flags, {}).prefills == ()
-    with pytest.raises(ConfigError, match="--prefill is missing.*--lease"):
+    with pytest.raises(ConfigError, match=r"--prefill is missing.*--lease"):
         parse_config(["--decode=http://d:1"], {})
 
 
