@@ -30,6 +30,11 @@ class Engine:
     usable: bool = True
     draining: bool = False
     in_flight: int = 0
+    full: bool = False
+
+    @property
+    def open(self) -> bool:
+        return self.usable and not self.draining and not self.full
 
 
 @dataclass
@@ -39,7 +44,7 @@ class Loads:
     engines: list[Engine] = field(default_factory=list)
 
     def least(self, tried: Collection[Engine] = ()) -> Engine | None:
-        fit = [one for one in self.engines if one.usable and not one.draining and one not in tried]
+        fit = [one for one in self.engines if one.open and one not in tried]
         return min(fit, key=lambda one: one.in_flight, default=None)
 
 
@@ -148,6 +153,16 @@ def test_an_overloaded_holder_is_read_from_and_does_not_decode(fleet):
     fleet.decodes[0].in_flight = 8
     assert fleet.choose().decode is fleet.decodes[0]
     assert fleet.choose(holder_margin=7).decode is fleet.decodes[1]
+
+
+def test_a_full_holder_does_not_decode(fleet):
+    """It has as many requests as it may be given; with all engines full nothing is planned."""
+    fleet.decodes[0].full = True
+    plan = fleet.choose()
+    assert (plan.kind, plan.decode) == (PlanKind.PULL, fleet.decodes[1])
+    fleet.decodes[1].full = True
+    with pytest.raises(NoEngine):
+        fleet.choose()
 
 
 def test_a_draining_holder_is_read_from_and_does_not_decode(fleet):

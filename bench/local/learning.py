@@ -36,6 +36,7 @@ class Engine:
     usable: bool = True
     draining: bool = False
     in_flight: int = 0
+    open: bool = True
 
 
 @dataclass

@@ -56,6 +56,8 @@ class Setup:
                         args=(*blocks, *chunks) if self.chunk_tokens else blocks,
                     ),
                 ),
+                # A conversation whose turn is long in coming keeps what it holds.
+                lease_args=("--idle", "450"),
                 router=False,
                 traces=False,
                 max_model_len=MODEL_LEN,

@@ -172,6 +172,10 @@ class PlannedEngine(Protocol):
         """Whether it is to get no new turns, though what it retains may be read."""
 
     @property
+    def open(self) -> bool:
+        """Whether it may be given a turn now: usable, not draining, not full."""
+
+    @property
     def in_flight(self) -> int:
         """Requests that it has been given and has not answered."""
 
@@ -183,9 +187,9 @@ class Loads(Protocol[E]):
     """The engines of one role, by load."""
 
     def least(self, tried: Collection[E] = ()) -> E | None:
-        """Returns the usable engine, not draining, not in `tried`, with the fewest requests.
+        """Returns the open engine not in `tried` with the fewest requests in flight.
 
-        Of equals the one that served least. None if there is none.
+        None if there is none.
         """
 
 
@@ -303,7 +307,9 @@ def _decode_engine(holder: E | None, decodes: Loads[E], thresholds: Thresholds) 
         where = _LOST
     elif holder.draining:
         where = "holder_draining"
-    elif least is not None and holder.in_flight > least.in_flight + thresholds.holder_margin:
+    elif not holder.open or (
+        least is not None and holder.in_flight > least.in_flight + thresholds.holder_margin
+    ):
         where = "holder_overloaded"
     else:
         return holder, _HOME
