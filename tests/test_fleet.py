@@ -84,11 +84,11 @@ def test_idle_engines_take_turns():
     assert given == list("abcabc")
 
 
-def test_whoever_waits_hears_when_an_engine_opens():
-    """Not when one that was open all along is given less to do."""
+def test_whoever_waits_hears_when_an_engine_opens_or_closes():
+    """Not when one that is open all along is given less to do."""
     loads: Loads[Stub] = Loads()
     heard = []
-    loads.opened = lambda: heard.append(loads.least())
+    loads.turned = lambda: heard.append(loads.least())
     one = Stub("a", in_flight=2, open=False)
     loads.add(one)
     assert heard == []
@@ -97,6 +97,12 @@ def test_whoever_waits_hears_when_an_engine_opens():
     one.in_flight = 0
     loads.changed(one)
     assert heard == [one]
+    one.open = False
+    loads.changed(one)
+    one.open = True
+    loads.changed(one)
+    loads.remove(one)
+    assert heard == [one, None, one, None]
 
 
 # ---- addresses -----------------------------------------------------------------------------------
@@ -402,7 +408,7 @@ def test_turns_wait_in_line_for_an_engine_with_room():
     rig = Rig()
     engine = rig.add("http://a:1")
     room: WaitingRoom[Engine] = WaitingRoom(places=2, patience_ns=5 * S)
-    rig.fleet.decodes.opened = room.serve
+    rig.fleet.decodes.turned = room.serve
 
     def take() -> Engine | None:
         one = rig.fleet.decodes.least()

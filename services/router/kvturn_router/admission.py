@@ -24,7 +24,7 @@ class Admission(Generic[C]):
         self._room = room
         self._clock_ns = clock_ns
         self._timer: asyncio.TimerHandle | None = None
-        fleet.prefills.opened = fleet.decodes.opened = room.serve
+        fleet.prefills.turned = fleet.decodes.turned = room.serve
 
     async def claim(self, try_to: Callable[[], C | None], give_back: Callable[[C], None]) -> C:
         """Returns what `try_to` claims, as soon as it is not None.

@@ -320,7 +320,7 @@ class Fleet:
         if not member.roles and not member.sessions:
             del self._members[member.place]
             self._leaving.append(engine)
-        self.changed()
+        self._tell()
 
     def _note(self, engine: Engine, *, was: bool) -> None:
         if engine.usable is was:
@@ -331,7 +331,13 @@ class Fleet:
             why = engine.health.reason
             logger.warning("%s engine %s is not usable: %s", engine.role, engine.url, why)
         engine.changed()
+        self._tell()
+
+    def _tell(self) -> None:
         self.changed()
+        # A full engine that is gone is no longer waited for.
+        self.prefills.turned()
+        self.decodes.turned()
 
 
 def _view(member: _Member) -> EngineView:

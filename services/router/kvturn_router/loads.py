@@ -30,8 +30,8 @@ class Loads(Iterable[E]):
     """Engines of one role, live: they may come, go and change at any time."""
 
     def __init__(self) -> None:
-        self.opened: Callable[[], None] = lambda: None
-        """Called when an engine that could not be given a turn can be."""
+        self.turned: Callable[[], None] = lambda: None
+        """Called when an engine can be given a turn that could not, or the reverse."""
         # A dict keeps the order of arrival and lets go from the middle.
         self._engines: dict[E, int | None] = {}
         self._lines: dict[int, dict[E, None]] = {}
@@ -62,6 +62,7 @@ class Loads(Iterable[E]):
         line = self._engines.pop(engine, None)
         if line is not None:
             self._leave(engine, line)
+            self.turned()
 
     def changed(self, engine: E) -> None:
         """Must be called after each change of an engine's `in_flight` or `open`."""
@@ -78,8 +79,8 @@ class Loads(Iterable[E]):
             if not self._lines or now < self._least:
                 self._least = now
             self._lines.setdefault(now, {})[engine] = None
-            if line is None:
-                self.opened()
+        if (now is None) != (line is None):
+            self.turned()
 
     def least(self, tried: Collection[E] = ()) -> E | None:
         """Returns the open engine with the fewest requests in flight, None if there is none.

@@ -54,6 +54,7 @@ class WaitingRoom(Generic[C]):
         self._places = places
         self._patience_ns = patience_ns
         self._line: deque[Waiting[C]] = deque()
+        self._serving = False
 
     def __len__(self) -> int:
         """How many wait."""
@@ -82,18 +83,27 @@ class WaitingRoom(Generic[C]):
             self._line.remove(waiting)
 
     def serve(self) -> None:
-        """To be called whenever there may be room: serves those in front while there is."""
-        while self._line:
-            first = self._line[0]
-            try:
-                first.claim = first.try_to()
-            except Exception as error:
-                # It is for whoever waits, not for whoever made room.
-                first.refusal = error
-            if first.claim is None and first.refusal is None:
-                return
-            self._line.popleft()
-            first.done()
+        """To be called whenever what can be claimed has changed; serves those in front.
+
+        A claim may call it again: that changes nothing.
+        """
+        if self._serving:
+            return
+        self._serving = True
+        try:
+            while self._line and self._served(self._line[0]):
+                self._line.popleft().done()
+        finally:
+            self._serving = False
+
+    def _served(self, waiting: Waiting[C]) -> bool:
+        try:
+            waiting.claim = waiting.try_to()
+        except Exception as error:
+            # It is for whoever waits, not for whoever made room.
+            waiting.refusal = error
+            return True
+        return waiting.claim is not None
 
     def expire(self, now_ns: int) -> None:
         """Ends the waits that are too long."""
