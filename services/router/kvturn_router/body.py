@@ -52,6 +52,9 @@ shapes the prompt (tools, tool_choice, response_format, ...) stays.
 
 _BRACKETS_WALKED_MAX = 2_000
 
+_REPORTS = ("prompt_logprobs", "routed_experts_prompt_start")
+"""Numbers that ask for a report on the prompt's own tokens."""
+
 _INNER_TRANSFER_NAMES = ("kv_transfer_params", "ec_transfer_params")
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -166,7 +169,7 @@ def _refuse_repeated_names(body: bytes, members: Members) -> None:
     besides = len(body) - sum(map(len, members.values()))
     if besides == 1 + sum(map(len, members)) + 4 * len(members):
         return
-    if member_spans(body, 0, members) is not None:
+    if member_spans(body, (0, len(body)), members) is not None:
         return
     seen: set[str] = set()
     # Numbers stay text: Python refuses to make integers of thousands of digits.
@@ -246,20 +249,22 @@ def needs_decode_alone(members: Members, path: str) -> bool:
     prompt where the answer is one token. Raises TurnError 400 for a member of a
     wrong kind.
     """
-    # Lists, not generators: each member's kind is checked, whatever the others say.
+    # All before any is judged: each member's kind is checked, whatever the others say.
     several = [given_number(members, name) for name in ("n", "best_of")]
     limits = [given_number(members, name) for name in ("max_tokens", "max_completion_tokens")]
     flags = [given_flag(members, name) for name in ("echo", "use_beam_search")]
     kept_tokens = given_number(members, "truncate_prompt_tokens")
+    reports = [given(members, name, "number") for name in _REPORTS]
+    embeds = given(members, "prompt_embeds", "string", "array")
+    one_prompt = path != "/v1/completions" or _is_one_prompt(members)
     return (
         any(number is not None and number != 1 for number in several)
         or any(number is not None and number < 1 for number in limits)
         or any(flags)
         or (kept_tokens is not None and kept_tokens < 0)
-        or given(members, "prompt_logprobs", "number") is not None
-        or given(members, "routed_experts_prompt_start", "number") is not None
-        or given(members, "prompt_embeds", "string", "array") is not None
-        or (path == "/v1/completions" and not _is_one_prompt(members))
+        or any(report is not None for report in reports)
+        or embeds is not None
+        or not one_prompt
     )
 
 

@@ -183,6 +183,8 @@ def _item_cuts(text: bytes, marks: Sequence[bytes]) -> _Cuts | None:
     for item in _array_decoder.decode(text):
         # Nothing but separators lies between items, so this is the item's own.
         start = text.find(b"{", end)
+        if start < 0:
+            return None
         end = start + len(item)
         spans.append((start, end))
     if not spans or end > len(text):

@@ -16,30 +16,29 @@ Span = tuple[int, int]
 
 _space = rb"[ \t\r\n]*"
 _name = re.compile(_space + rb"[{,]" + _space + rb'"((?:[^"\\]|\\.)*)"' + _space + rb":" + _space)
-_object_end = re.compile(_space + rb"}")
+_object_end = re.compile(_space + rb"}" + _space)
 _item = re.compile(_space + rb"[\[,]" + _space)
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 
 
-def member_spans(text: bytes, start: int, members: Mapping[str, bytes]) -> dict[str, Span] | None:
+def member_spans(text: bytes, span: Span, members: Mapping[str, bytes]) -> dict[str, Span] | None:
     """Returns where each member's value lies.
 
-    `members` are the members that msgspec read from the object that begins at
-    `start`, in its order. Returns None when a name occurs twice in the text:
-    then the values cannot be told apart.
+    `members` are the members that msgspec read from the object at `span`, in
+    its order. Returns None when a name occurs twice in it: then the values
+    cannot be told apart.
     """
     spans: dict[str, Span] = {}
-    position = start
+    position, end = span
     for name, value in members.items():
         found = _name.match(text, position)
         if found is None or not _is_name(found[1], name):
             return None
         position = found.end() + len(value)
-        if text[found.end() : position] != bytes(value):
-            return None
         spans[name] = (found.end(), position)
-    if members and _object_end.match(text, position) is None:
+    # Of two values of a name only the last was read; its length may lead into the first.
+    if members and _object_end.fullmatch(text, position, end) is None:
         return None
     return spans
 
@@ -61,7 +60,7 @@ def find_member(text: bytes, span: Span, name: str) -> Span | None:
         return None
     if name not in members:
         return None
-    spans = member_spans(text, span[0], members)
+    spans = member_spans(text, span, members)
     return None if spans is None else spans[name]
 
 
