@@ -50,6 +50,20 @@ would end the one-token request as an abort, which hands over no KV. What
 shapes the prompt (tools, tool_choice, response_format, ...) stays.
 """
 
+_MAY_BE_ALONE = frozenset(
+    {
+        "n",
+        "best_of",
+        "max_completion_tokens",
+        "echo",
+        "use_beam_search",
+        "truncate_prompt_tokens",
+        "prompt_logprobs",
+        "routed_experts_prompt_start",
+        "prompt_embeds",
+    }
+)
+
 _BRACKETS_WALKED_MAX = 2_000
 
 _REPORTS = ("prompt_logprobs", "routed_experts_prompt_start")
@@ -63,8 +77,17 @@ _string_decoder = msgspec.json.Decoder(str)
 _number_decoder = msgspec.json.Decoder(float)
 _brackets_alike = bytes.maketrans(b"{}", b"[]")
 _not_structure = bytes(byte for byte in range(256) if byte not in b'[]{}"')
-_written_names: dict[str, bytes] = {
-    name: b',"%b":' % name.encode()
+
+
+class _WrittenNames(dict[str, bytes]):
+    """Names as they are written after a member; names that are not known are not kept."""
+
+    def __missing__(self, name: str) -> bytes:
+        return b",%b:" % msgspec.json.encode(name)
+
+
+_written_names = _WrittenNames(
+    (name, b',"%b":' % name.encode())
     for name in (
         "model",
         "messages",
@@ -82,7 +105,7 @@ _written_names: dict[str, bytes] = {
         "response_format",
         "kv_transfer_params",
     )
-}
+)
 
 
 def parse(body: bytes) -> dict[str, bytes]:
@@ -249,22 +272,27 @@ def needs_decode_alone(members: Members, path: str) -> bool:
     prompt where the answer is one token. Raises TurnError 400 for a member of a
     wrong kind.
     """
+    tokens_max = given_number(members, "max_tokens")
+    more = not _MAY_BE_ALONE.isdisjoint(members) and _asks_for_more(members)
+    one_prompt = path != "/v1/completions" or _is_one_prompt(members)
+    return more or not one_prompt or (tokens_max is not None and tokens_max < 1)
+
+
+def _asks_for_more(members: Members) -> bool:
     # All before any is judged: each member's kind is checked, whatever the others say.
     several = [given_number(members, name) for name in ("n", "best_of")]
-    limits = [given_number(members, name) for name in ("max_tokens", "max_completion_tokens")]
+    tokens_max = given_number(members, "max_completion_tokens")
     flags = [given_flag(members, name) for name in ("echo", "use_beam_search")]
     kept_tokens = given_number(members, "truncate_prompt_tokens")
     reports = [given(members, name, "number") for name in _REPORTS]
     embeds = given(members, "prompt_embeds", "string", "array")
-    one_prompt = path != "/v1/completions" or _is_one_prompt(members)
     return (
         any(number is not None and number != 1 for number in several)
-        or any(number is not None and number < 1 for number in limits)
+        or (tokens_max is not None and tokens_max < 1)
         or any(flags)
         or (kept_tokens is not None and kept_tokens < 0)
         or any(report is not None for report in reports)
         or embeds is not None
-        or not one_prompt
     )
 
 
@@ -305,20 +333,14 @@ def joined(
     parts: list[bytes] = []
     for name, value in members.items():
         if name not in leave_out:
-            parts.append(_written_names.get(name) or _written(name))
-            parts.append(value)
+            parts += (_written_names[name], value)
     for name, value in added:
-        parts.append(_written_names.get(name) or _written(name))
-        parts.append(value)
+        parts += (_written_names[name], value)
     if not parts:
         return [b"{}"]
     parts[0] = b"{" + parts[0][1:]  # not the comma
     parts.append(b"}")
     return parts
-
-
-def _written(name: str) -> bytes:
-    return b",%b:" % msgspec.json.encode(name)
 
 
 def prefill_parts(members: Members, transfer: bytes) -> list[bytes]:

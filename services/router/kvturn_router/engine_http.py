@@ -101,12 +101,14 @@ class Exchange:
     async def answered(self) -> None:
         """Waits for the answer's head. Raises EngineFault."""
         while not self._has_head:
-            await self._wait()
+            await self._next()
+            self._check()
 
     async def finished(self) -> None:
         """Waits for the end of the answer. Raises EngineFault."""
         while not self.ended:
-            await self._wait()
+            await self._next()
+            self._check()
 
     async def body(self, bytes_max: int) -> bytes:
         """Waits for the end of the answer and returns its body.
@@ -199,19 +201,18 @@ class Exchange:
         if last:
             self._wake()
 
-    async def _wait(self) -> None:
-        if self._fault is not None:
-            raise self._fault
+    def _next(self) -> "asyncio.Future[None]":
+        """Returns what ends with the next news: the head, the end or a fault."""
+        self._check()
         self._waiter = self._connection.loop.create_future()
-        try:
-            await self._waiter
-        finally:
-            self._waiter = None
+        return self._waiter
+
+    def _check(self) -> None:
         if self._fault is not None:
             raise self._fault
 
     def _wake(self) -> None:
-        waiter = self._waiter
+        waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
@@ -231,12 +232,15 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._exchange: Exchange | None = None
         self._served = 0
-        self._parser = httptools.HttpResponseParser(self)
         self._headers: list[tuple[bytes, bytes]] = []
         self._pieces: list[bytes] = []
+        # A callback of its own would cost more than the rest of what a chunk costs.
+        self.on_body = self._pieces.append
+        self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
         self._until_close = False
         self._complete = False
+        self._count = 0  # pieces that are of the answer, once it is complete
         self._keeps = False
 
     @property
@@ -298,6 +302,9 @@ class _Connection(asyncio.Protocol):
 
     def _hand_over(self, exchange: Exchange) -> None:
         pieces = self._pieces
+        if self._complete and self._count < len(pieces):
+            # Bytes after a whole answer belong to no request.
+            del pieces[self._count :]
         data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
         pieces.clear()
         if self._complete:
@@ -317,6 +324,7 @@ class _Connection(asyncio.Protocol):
             return
         if self._until_close and exc is None:
             self._complete = True
+            self._count = len(self._pieces)
             self._keeps = False
             self._hand_over(exchange)
             return
@@ -343,15 +351,13 @@ class _Connection(asyncio.Protocol):
         )
         self._exchange.take_head(status, self._headers)
 
-    def on_body(self, data: bytes) -> None:
-        if not self._complete:
-            self._pieces.append(data)
-
     def on_message_complete(self) -> None:
         if self._parser.get_status_code() < 200:
             return
         self._keeps = self._parser.should_keep_alive() and not self._complete
-        self._complete = True
+        if not self._complete:
+            self._complete = True
+            self._count = len(self._pieces)
 
 
 class EnginePool:

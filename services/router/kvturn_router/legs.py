@@ -48,12 +48,12 @@ class RequestIds:
     """Ids under which engines know requests: unique per attempt, never a client's own."""
 
     def __init__(self) -> None:
-        self._prefix = f"kvt-{os.urandom(6).hex()}"
+        self._prefix = f"kvt-{os.urandom(6).hex()}".encode()
         self._numbers = count(1)
 
-    def next(self) -> str:
+    def next(self) -> bytes:
         """Returns an id that no other request has, of this router or of another."""
-        return f"{self._prefix}-{next(self._numbers):x}"
+        return b"%b-%x" % (self._prefix, next(self._numbers))
 
 
 class Legs:
@@ -107,7 +107,9 @@ class Legs:
     def _wire(
         self, engine: Engine, request: TurnRequest, path: str, body: bytes, span: TurnSpan
     ) -> bytes:
-        more = b"".join([b"%b: %b\r\n" % header for header in request.passed_on])
+        more = b""
+        for header in request.passed_on:
+            more += b"%b: %b\r\n" % header
         authorization = self._authorization or request.authorization
         if authorization is not None:
             more += b"authorization: %b\r\n" % authorization
@@ -119,7 +121,7 @@ class Legs:
         ) % (
             path.encode(),
             *engine.host_header,
-            self._ids.next().encode(),
+            self._ids.next(),
             more,
             len(body),
             body,

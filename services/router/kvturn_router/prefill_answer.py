@@ -143,6 +143,8 @@ def kvturn_member(
 
     `key` is None where nothing is to be read or retained.
     """
+    if key is None and not lease_id and traceparent is None:
+        return None
     said: dict[str, str | int] = {}
     if key is not None:
         said.update(tenant=key.tenant, model=key.model, conversation=key.conversation_id, turn=turn)
@@ -150,7 +152,7 @@ def kvturn_member(
         said["lease_id"] = lease_id
     if traceparent is not None:
         said["traceparent"] = traceparent
-    return msgspec.json.encode(said) if said else None
+    return msgspec.json.encode(said)
 
 
 def prefill_transfer(kvturn: bytes | None, handle: list[tuple[str, bytes]]) -> bytes:
