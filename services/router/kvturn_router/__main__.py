@@ -10,20 +10,24 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
-from kvturn.recognition import minted_id
+from kvturn.recognition import Recognition, minted_id
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
+from kvturn_router.admission import Admission
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.conversation import ConversationBook
+from kvturn_router.costs import Costs
 from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines_front import EnginesFront
 from kvturn_router.fleet import FLAGS, Fleet
-from kvturn_router.forward import Forwarder, TurnLimits
+from kvturn_router.forward import Forwarder, LeaseReuse, TurnLimits
 from kvturn_router.gate import Gate
 from kvturn_router.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.health import Health
@@ -39,7 +43,11 @@ from kvturn_router.server import ListenError, RouterServer, address_of
 from kvturn_router.stock import HandleBook
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import Telemetry, otlp_exporter
+from kvturn_router.waiting import WaitingRoom
 from kvturn_router.workers import HeldPort, StartFault, Workers
+
+if TYPE_CHECKING:
+    from kvturn_router.plan import Choice
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -161,17 +169,22 @@ def compose(
     fleet = _fleet(config)
     legs = Legs(RequestIds(), config.engine_authorization)
     book = ConversationBook(config.conversations_max)
-    lease, session = _lease(config, fleet) if config.lease else (None, None)
-    handles = HandleBook(handles_max=config.stock_handles_max, ttl_ns=int(config.stock_ttl_s * 1e9))
+    lease = _lease(config, fleet) if config.lease else None
+    room: WaitingRoom[Choice[Engine]] = WaitingRoom(
+        places=config.queue_places, patience_ns=round(config.queue_s * 1e9)
+    )
     forwarder = Forwarder(
         fleet=fleet,
+        admission=Admission(fleet, room, boottime_ns),
         legs=legs,
         book=book,
         tracer=telemetry.turns,
         limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
+        costs=Costs(),
+        thresholds=config.thresholds,
         clock_ns=boottime_ns,
         lease=lease,
-        stock=StockReuse(handles, legs, boottime_ns) if config.stock_reuse else None,
+        stock=_stock(config, legs) if config.stock_reuse else None,
     )
     keys = config.api_keys_file
     intake = Intake(
@@ -185,7 +198,7 @@ def compose(
         intake=intake,
         forwarder=forwarder,
         fleet=fleet,
-        book=book,
+        engines=_engines_front(config, fleet, one_of_several=shares_ports),
         gate=gate,
         authorization=config.engine_authorization,
     )
@@ -207,25 +220,37 @@ def compose(
         forwarder=forwarder,
         gate=gate,
         lease=lease,
-        session=session,
-        grpc=_grpc(config, intake, forwarder, book, gate, fleet, shares_ports),
+        grpc=_grpc(config, intake, forwarder, gate, fleet, shares_ports),
         shares_ports=shares_ports,
         tls=None if config.tls is None else ServerTls(config.tls),
     )
 
 
-def _lease(config: RouterConfig, fleet: Fleet) -> tuple[LeaseClient, RouterSession]:
+def _lease(config: RouterConfig, fleet: Fleet) -> LeaseReuse:
     access = lease_access(config.lease_tls, config.lease_token_file, "--lease-token-file")
     channels = LeaseChannels(config.lease, boottime_ns, access)
-    return (
-        LeaseClient(channels, question_deadline_ms=config.question_deadline_ms),
-        RouterSession(
-            channels,
-            router_id=f"{socket.gethostname()[:64]}:{os.getpid()}",
-            question_deadline_ms=config.question_deadline_ms,
-            listener=fleet,
-            clock_ns=boottime_ns,
-        ),
+    session = RouterSession(
+        channels,
+        router_id=f"{socket.gethostname()[:64]}:{os.getpid()}",
+        question_deadline_ms=config.question_deadline_ms,
+        listener=fleet,
+        clock_ns=boottime_ns,
+    )
+    return LeaseReuse(session, LeaseClient(channels))
+
+
+def _stock(config: RouterConfig, legs: Legs) -> StockReuse:
+    handles = HandleBook(handles_max=config.stock_handles_max, ttl_ns=int(config.stock_ttl_s * 1e9))
+    return StockReuse(handles, Recognition(config.conversations_max), legs, boottime_ns)
+
+
+def _engines_front(config: RouterConfig, fleet: Fleet, *, one_of_several: bool) -> EnginesFront:
+    keys = config.admin_keys_file
+    return EnginesFront(
+        fleet,
+        admin_keys=ApiKeys(watched_keys("--admin-keys-file", keys)) if keys is not None else None,
+        anyone_may_see=config.api_keys_file is None,
+        one_of_several=one_of_several,
     )
 
 
@@ -233,7 +258,6 @@ def _grpc(
     config: RouterConfig,
     intake: Intake,
     forwarder: Forwarder,
-    book: ConversationBook,
     gate: Gate,
     fleet: Fleet,
     shares_port: bool,
@@ -243,7 +267,6 @@ def _grpc(
     servicer = RouterServicer(
         intake=intake,
         forwarder=forwarder,
-        book=book,
         gate=gate,
         body_bytes_max=config.body_bytes_max,
     )

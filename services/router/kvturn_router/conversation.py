@@ -60,7 +60,8 @@ class TurnReport(NamedTuple):
     """How one turn was served.
 
     Token counts are 0 where not known; times are in milliseconds. `plan` is a
-    word of PlanKind, "" where not known; engines are base URLs, "" for none.
+    word of PlanKind, "" where not known, and `plan_reason` why it was chosen;
+    engines are base URLs, "" for none.
     """
 
     turn: int
@@ -72,6 +73,7 @@ class TurnReport(NamedTuple):
     read_ms: float
     read_bytes: int
     plan: str = ""
+    plan_reason: str = ""
     first_byte_ms: float = 0.0
     output_tokens: int = 0
     prefill_engine: str = ""
@@ -139,13 +141,11 @@ def header_value(name: str) -> bytes:
 
 
 class _Record:
-    __slots__ = ("ended_ns", "reports", "turns")
+    __slots__ = ("reports", "turns")
 
     def __init__(self) -> None:
         self.turns = 0
         self.reports: list[TurnReport] = []
-        # When the last turn that decode retained ended; 0 if none did.
-        self.ended_ns = 0
 
 
 class ConversationBook:
@@ -174,25 +174,14 @@ class ConversationBook:
         record.turns += 1
         return record.turns
 
-    def end_turn(self, key: ConversationKey, report: TurnReport, retained_ns: int) -> None:
-        """Remembers how a turn was served.
-
-        `retained_ns` is now if decode retains the turn's KV, else 0.
-        """
+    def end_turn(self, key: ConversationKey, report: TurnReport) -> None:
+        """Remembers how a turn was served."""
         record = self._records.get(key)
         if record is None:
             return
         record.reports.append(report)
         if len(record.reports) > REPORTS_MAX:
             del record.reports[0]
-        record.ended_ns = retained_ns
-
-    def retained_turn(self, key: ConversationKey, since_ns: int) -> int:
-        """Returns the latest turn, if decode retains it and it ended after `since_ns`; else 0."""
-        record = self._records.get(key)
-        if record is None or not record.reports or record.ended_ns <= since_ns:
-            return 0
-        return record.reports[-1].turn
 
     def reports(self, key: ConversationKey) -> list[TurnReport] | None:
         """Returns the latest turns, oldest first; None if the conversation is not known."""

@@ -12,7 +12,7 @@ turns need them. One that is really gone refuses connections, which takes it out
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Literal, NamedTuple
 
 from kvturn_router.engine import BOTH, DECODE, PREFILL, Engine, EngineAddress, engine_address
@@ -123,17 +123,6 @@ class Fleet:
             place = _place_of(http_address)
         member = self._members.get(place) if place else None
         return member.engine if member and member.engine in self.decodes else None
-
-    def holder_index(self, http_address: str) -> int | None:
-        """Returns the index of `holder` in `decodes`; for turns that are planned by index."""
-        engine = self.holder(http_address)
-        return None if engine is None else list(self.decodes).index(engine)
-
-    def another(self, engines: Loads[Engine], tried: Collection[int]) -> int | None:
-        """Returns the index of `least`; for turns that are planned by index."""
-        known = list(engines)
-        engine = engines.least([known[index] for index in tried])
-        return None if engine is None else known.index(engine)
 
     def views(self) -> list[EngineView]:
         """Returns all engines as they are now, by URL."""

@@ -1,75 +1,62 @@
-"""The life of a turn: resolve, plan, prefill leg, decode leg, stream.
+"""The life of a turn: resolve, choose, prefill leg, decode leg, settle.
 
-One coroutine per turn waits for heads and ends; the bytes of a stream go from
-the engine's connection to the client's without one. Whatever fails on the way
-to reuse becomes a recompute with a verdict that says why. When the client goes,
-the coroutine is cancelled, and both legs' connections end at once.
+One coroutine per turn waits for heads and ends; `relay.py` passes the bytes on.
+Whatever fails on the way to reuse becomes a recompute with a verdict that says
+why. When the client goes, the coroutine is cancelled, and both legs' connections
+end at once.
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
+from kvturn_router.account import Account
+from kvturn_router.admission import Admission
 from kvturn_router.body import decode_parts, prefill_parts
 from kvturn_router.conversation import ConversationBook, ConversationKey, TurnReport
+from kvturn_router.costs import Costs
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
-from kvturn_router.intake import CHAT, TurnRequest
+from kvturn_router.history import History, history_of
+from kvturn_router.intake import TurnRequest
 from kvturn_router.lease_client import LeaseClient
-from kvturn_router.legs import (
-    Legs,
-    engine_error,
-    no_engine,
-    refusal_of,
-    relayed_headers,
-    whole_body,
+from kvturn_router.legs import Legs, engine_error, no_engine, refusal_of, whole_body
+from kvturn_router.loads import Loads
+from kvturn_router.plan import (
+    Choice,
+    NoEngine,
+    PlanKind,
+    Resolution,
+    Thresholds,
+    TurnSize,
+    choose,
 )
-from kvturn_router.plan import NoEngine, Plan, PlanKind, Resolution, decide
 from kvturn_router.prefill_answer import (
-    NOTHING,
     decode_transfer,
     kvturn_member,
     prefill_transfer,
     read_answer,
 )
 from kvturn_router.read_watch import ReadWatch, StuckReadFault
+from kvturn_router.relay import AnswerSink, Relay
+from kvturn_router.router_session import RouterSession
+from kvturn_router.session_turns import Retained, SessionTurn
 from kvturn_router.stock import Handle, StockTap
 from kvturn_router.stock_reuse import StockReuse
-from kvturn_router.telemetry import Attribute, TurnSpan, TurnTracer
-from kvturn_router.usage import StreamUsage, usage_tokens, with_cached_tokens
+from kvturn_router.telemetry import TurnSpan, TurnTracer
+from kvturn_router.turn_report import report_message, report_of
 from kvturn_router.verdict import Verdict
-
-_GRANT_UNDERWAY_NS: Final = 1_000_000_000
-"""How long after a turn's end its grant may still be on its way."""
 
 _RELEASES_MAX: Final = 256
 """Requests under way at once that only release what prefill holds."""
 
+_GRANT_WAIT_S: Final = 1.0
+"""How long the account of a turn that decode served alone waits for the tokens that its grant
+tells."""
 
-class AnswerSink(Protocol):
-    """Where a turn's answer goes; called on the event loop, never blocks."""
-
-    def start(
-        self,
-        report: TurnReport,
-        status: int,
-        headers: Sequence[tuple[bytes, bytes]],
-        length: int | None,
-        flow: Exchange | None,
-    ) -> None:
-        """Begins the answer.
-
-        `length` is the body's length in bytes, None if not known. `flow` is
-        what to pause while the client does not read, None if nothing.
-        """
-
-    def write(self, data: bytes, last: bool) -> None:
-        """Sends more of the body, and with `last` ends it; the first call sends the head, too."""
-
-    def fail(self, error: TurnError) -> None:
-        """Ends a begun answer that will not be whole."""
+_UNKNOWN: Final = History((), 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,31 +73,46 @@ class TurnLimits:
     read_margin_ms: int
 
 
+@dataclass(frozen=True, slots=True)
+class LeaseReuse:
+    """Reuse under leases: the session on which turns are told, and questions beside it."""
+
+    session: RouterSession
+    client: LeaseClient
+
+
 class Forwarder:
     """Serves turns.
 
     At most one of `lease` and `stock` is given; with neither, turns are served
-    through prefill and decode without reuse. `clock_ns` is CLOCK_BOOTTIME.
+    through prefill and decode without reuse. `book` remembers turns where there
+    is no lease service to do so. `clock_ns` is CLOCK_BOOTTIME.
     """
 
     def __init__(
         self,
         *,
         fleet: Fleet,
+        admission: Admission[Choice[Engine]],
         legs: Legs,
         book: ConversationBook,
         tracer: TurnTracer,
         limits: TurnLimits,
+        costs: Costs,
+        thresholds: Thresholds,
         clock_ns: Callable[[], int],
-        lease: LeaseClient | None,
+        lease: LeaseReuse | None,
         stock: StockReuse | None,
     ) -> None:
         assert lease is None or stock is None
         self.fleet = fleet
+        self.admission = admission
         self.legs = legs
         self.book = book
         self.tracer = tracer
         self.limits = limits
+        self.costs = costs
+        self.thresholds = thresholds
         self.clock_ns = clock_ns
         self.loop = asyncio.get_running_loop()
         self.lease = lease
@@ -126,8 +128,9 @@ class Forwarder:
     async def serve(self, request: TurnRequest, sink: AnswerSink) -> None:
         """Serves one turn into `sink`.
 
-        Raises TurnError if it ends before the answer has begun; later faults go
-        to the sink. Cancel it when the client is gone.
+        Gives the request's key its right conversation id before the answer
+        begins. Raises TurnError if it ends before that; later faults go to the
+        sink. Cancel it when the client is gone.
         """
         turn = _Turn(self, request, sink)
         self._turns.add(turn)
@@ -141,11 +144,26 @@ class Forwarder:
         for turn in list(self._turns):
             turn.end_with(error)
 
+    async def reports(self, key: ConversationKey) -> list[TurnReport]:
+        """Returns a conversation's latest turns, oldest first.
+
+        Over all routers where there is a lease service, else this one's. Raises
+        TurnError 404 if it is not known, 503 if the lease service is silent.
+        """
+        if self.lease is not None:
+            return [report_of(report) for report in await self.lease.client.turns(key)]
+        reports = self.book.reports(key)
+        if reports is None:
+            raise TurnError(
+                404, "This router knows no such conversation.", reason="CONVERSATION_NOT_FOUND"
+            )
+        return reports
+
     async def end_conversation(self, key: ConversationKey) -> int:
         """Ends a conversation; returns how many leases that ended. Raises TurnError."""
         if self.stock is not None:
             self.stock.forget(key)
-        return 0 if self.lease is None else await self.lease.end_conversation(key)
+        return 0 if self.lease is None else await self.lease.client.end_conversation(key)
 
     async def keep_alive(self, key: ConversationKey, absence_s: float | None) -> float:
         """Keeps a conversation's KV for a client that will be back; returns for how many seconds.
@@ -156,14 +174,14 @@ class Forwarder:
             raise TurnError(
                 501, "There is no lease service to keep it alive at.", reason="NOT_OFFERED"
             )
-        return await self.lease.keep_alive(key, absence_s)
+        return await self.lease.client.keep_alive(key, absence_s)
 
     def release(self, engine: Engine, request: TurnRequest, transfer: bytes) -> None:
         """Has decode fetch, and so release, what prefill holds for a turn that is over."""
         if len(self._releases) >= _RELEASES_MAX:
             return
         parts = prefill_parts(request.members, transfer)
-        task = asyncio.get_running_loop().create_task(self._release(engine, request, parts))
+        task = self.loop.create_task(self._release(engine, request, parts))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
@@ -189,38 +207,27 @@ class _Turn:
     def __init__(self, forwarder: Forwarder, request: TurnRequest, sink: AnswerSink) -> None:
         self._forwarder = forwarder
         self._request = request
-        self._sink = sink
-        now_ns = forwarder.clock_ns()
-        book = forwarder.book
-        self._expected_turn = book.retained_turn(request.key, now_ns - _GRANT_UNDERWAY_NS)
-        self._number = book.begin_turn(request.key)
+        self._account = Account(forwarder.clock_ns())
         self._span = forwarder.tracer.begin(request.trace)
         self._task = asyncio.current_task(forwarder.loop)
         self._ending: TurnError | None = None
-        self._told = False
+        self._session_turn: SessionTurn | None = None
+        self._history = _UNKNOWN
         self._resolution = Resolution(Verdict.NOT_OFFERED)
         self._handle: Handle | None = None
-        self._verdict = Verdict.NOT_OFFERED
-        self._lease_id = ""
-        self._answer = NOTHING
-        self._prefill_ms = 0.0
-        self._prefill_url = ""
-        self._decode_url = ""
-        # Decode's side of prefill's KV: what it was told, and whether prefill
-        # still waits for it.
+        # Engines on which this turn counts.
+        self._held: list[Engine] = []
+        # Decode's side of prefill's KV, while prefill still waits for it.
         self._unfetched: tuple[Engine, bytes] | None = None
-        self._retains = False
-        self._report: TurnReport | None = None
-        self._usage: StreamUsage | None = None
-        self._tap: StockTap | None = None
-        self._tokens: tuple[int, int] | None = None
+        self._relay = Relay(request, self._account, sink, forwarder.clock_ns, None)
+        self._sink = sink
+        self._grant_wait: asyncio.TimerHandle | None = None
 
     async def run(self) -> None:
         """Serves the turn. Raises as `Forwarder.serve`."""
         fault: str | None = "the client is gone"
         try:
-            await self._serve()
-            fault = None
+            fault = await self._serve()
         except TurnError as error:
             fault = error.message
             raise
@@ -228,7 +235,7 @@ class _Turn:
             if self._ending is None:
                 raise
             fault = self._ending.message
-            if self._report is None:
+            if not self._relay.started:
                 raise self._ending from None
             self._sink.fail(self._ending)
         finally:
@@ -240,97 +247,169 @@ class _Turn:
         if self._task is not None:
             self._task.cancel()
 
-    async def _serve(self) -> None:
+    async def _serve(self) -> str | None:
+        """Returns what went wrong after the answer had begun, None if nothing did."""
         self._resolution = await self._resolve()
-        plan = self._plan()
-        self._verdict = plan.verdict or Verdict.NOT_OFFERED
-        if plan.prefill is not None:
-            await self._prefill(plan, plan.prefill)
-        await self._decode(plan.decode)
+        choice = await self._choose()
+        if choice.kind is PlanKind.LOCAL:
+            try:
+                return await self._decode(choice.decode)
+            except _HolderGoneFault:
+                self._resolution = Resolution(Verdict.ENGINE_LOST)
+                choice = await self._choose()
+        if choice.prefill is not None:
+            await self._prefill(choice, choice.prefill)
+        return await self._decode(choice.decode)
 
-    # Resolve and plan
+    # Resolve
 
     async def _resolve(self) -> Resolution:
+        forwarder = self._forwarder
         request = self._request
+        reuse = request.reuse and not request.alone
+        if reuse and (forwarder.lease is not None or forwarder.stock is not None):
+            key = request.key
+            self._history = history_of(
+                request.members, request.path, key.tenant, key.model, request.scope
+            )
+        if forwarder.lease is not None:
+            return await self._ask(forwarder.lease.session, reuse)
+        if reuse and forwarder.stock is not None:
+            request.key = forwarder.stock.name(request, self._history.points)
+        self._account.number = forwarder.book.begin_turn(request.key)
         if not request.reuse:
             return Resolution(Verdict.TURNED_OFF)
-        if request.alone:
+        if forwarder.stock is None or request.alone:
             return Resolution(Verdict.NOT_OFFERED)
-        lease = self._forwarder.lease
-        if lease is not None:
-            span = self._span.child("resolve")
-            self._told = lease.turn_began(request.key)
-            metadata = (("traceparent", span.traceparent),) if span.traceparent else ()
-            lease_id = ""
-            try:
-                resolution = await lease.resolve(request.key, self._expected_turn, metadata)
-                lease_id = resolution.lease_id
-            finally:
-                span.end({"kvturn.lease_id": lease_id})
-            return resolution
-        stock = self._forwarder.stock
-        if stock is not None:
-            offer = stock.offer(request, self._number == 1)
-            if isinstance(offer, Handle):
-                self._handle = offer
-                return Resolution(None, "", offer.decode)
-            return Resolution(offer)
-        return Resolution(Verdict.NOT_OFFERED)
+        offer = forwarder.stock.offer(request, self._account.number == 1)
+        if isinstance(offer, Handle):
+            self._handle = offer
+            return Resolution(None, "", offer.decode)
+        return Resolution(offer)
 
-    def _plan(self) -> Plan:
-        span = self._span.child("plan")
-        fleet = self._forwarder.fleet
+    async def _ask(self, session: RouterSession, reuse: bool) -> Resolution:
+        request = self._request
+        span = self._span.child("resolve")
+        turn = self._session_turn = session.begin(
+            request.key,
+            self._history.points,
+            recognise=request.recognise,
+            reuse=reuse,
+            on_retained=self._on_retained,
+        )
         try:
-            plan = decide(
-                self._resolution,
-                list(fleet.prefills),
-                list(fleet.decodes),
-                fleet.holder_index(self._resolution.http_address),
+            resolution = await session.resolution(turn)
+        finally:
+            span.end({"kvturn.lease_id": turn.resolution.lease_id if turn.resolution else ""})
+        request.key = request.key._replace(conversation_id=turn.conversation_id)
+        self._account.number = turn.number
+        if not reuse:
+            off = not request.reuse
+            return Resolution(Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED)
+        return resolution
+
+    # Choose
+
+    async def _choose(self) -> Choice[Engine]:
+        """Chooses engines and way, and counts the turn on the engines. Raises TurnError."""
+        span = self._span.child("plan")
+        fault: str | None = "given up"
+        try:
+            choice = await self._forwarder.admission.claim(self._claim, _give_back)
+            fault = None
+        except TurnError as error:
+            fault = error.message
+            raise
+        finally:
+            kind = self._account.kind
+            span.end({"kvturn.plan": kind.value if kind else ""}, fault=fault)
+        self._held = [engine for engine in (choice.prefill, choice.decode) if engine is not None]
+        return choice
+
+    def _claim(self) -> Choice[Engine] | None:
+        forwarder = self._forwarder
+        fleet = forwarder.fleet
+        resolution = self._resolution
+        try:
+            choice = choose(
+                resolution,
+                TurnSize(self._history.prompt_bytes, self._history.new_bytes),
+                fleet.prefills,
+                fleet.decodes,
+                fleet.holder(resolution.http_address, resolution.engine_id),
+                forwarder.costs,
+                forwarder.thresholds,
+                model=self._request.key.model,
                 alone=self._request.alone,
+                now_ns=forwarder.clock_ns(),
             )
         except NoEngine as error:
-            span.end(fault=str(error))
+            loads = fleet.prefills if error.role == PREFILL else fleet.decodes
+            if any(engine.available for engine in loads):
+                return None  # All of them are full.
             raise no_engine(error.role) from None
-        span.end({"kvturn.plan": plan.kind.value})
-        return plan
+        for engine in (choice.prefill, choice.decode):
+            if engine is not None:
+                engine.begin()
+        account = self._account
+        account.kind, account.reason, account.forecast = choice.kind, choice.reason, choice.forecast
+        account.verdict = choice.verdict or Verdict.NOT_OFFERED
+        return choice
+
+    def _let_go(self, engine: Engine) -> None:
+        if engine in self._held:
+            self._held.remove(engine)
+            engine.end()
+
+    def _another(self, engine: Engine, engines: Loads[Engine], tried: set[Engine]) -> Engine:
+        """Returns the engine to try after one that refused. Raises TurnError 503."""
+        tried.add(engine)
+        self._let_go(engine)
+        other = engines.least(tried)
+        if other is None:
+            role = PREFILL if engines is self._forwarder.fleet.prefills else DECODE
+            raise no_engine(role)
+        other.begin()
+        self._held.append(other)
+        # What was expected was expected of the first.
+        self._account.forecast = None
+        return other
 
     # The prefill leg
 
-    async def _prefill(self, plan: Plan, index: int) -> None:
+    async def _prefill(self, choice: Choice[Engine], engine: Engine) -> None:
         """Runs the prefill leg until it has an answer; raises TurnError."""
-        fleet = self._forwarder.fleet
-        pull = plan.kind is PlanKind.PULL
-        lease_id = plan.lease_id
-        handle = self._handle if pull and not lease_id else None
+        forwarder = self._forwarder
+        fleet = forwarder.fleet
+        account = self._account
+        lease_id = choice.lease_id
+        handle = self._handle if choice.kind is PlanKind.PULL and not lease_id else None
         if handle is not None:
-            handle = await self._checked(fleet.prefills[index], handle)
-        tried: set[int] = set()
+            handle = await self._checked(engine, handle)
+        tried: set[Engine] = set()
         while True:
-            engine = fleet.prefills[index]
             try:
                 await self._prefill_once(engine, lease_id, handle)
                 break
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
-                tried.add(index)
-                other = fleet.another(fleet.prefills, tried)
-                if other is None:
-                    raise no_engine(PREFILL) from None
-                index = other
+                engine = self._another(engine, fleet.prefills, tried)
             except (EngineFault, EngineRefusal) as fault:
+                self._note_fault(engine, fault)
                 if not (lease_id or handle) or not _may_recompute(fault):
                     raise _told_of(PREFILL, fault) from None
                 stuck = isinstance(fault, StuckReadFault)
-                self._verdict = Verdict.READ_TOO_LONG if stuck else Verdict.READ_FAILED
+                account.give_reuse_up(Verdict.READ_TOO_LONG if stuck else Verdict.READ_FAILED)
                 lease_id, handle = "", None
+        self._let_go(engine)
+        report = account.answer.report
         if lease_id:
-            report = self._answer.report
-            self._verdict = (report.verdict if report else None) or Verdict.NOT_OFFERED
+            account.verdict = (report.verdict if report else None) or Verdict.NOT_OFFERED
         elif handle is not None:
-            self._verdict, self._answer = StockReuse.judged(handle, self._answer)
-        elif self._answer.report and self._answer.report.verdict is Verdict.UNSUPPORTED_MODEL:
+            account.verdict, account.answer = StockReuse.judged(handle, account.answer)
+        elif report is not None and report.verdict is Verdict.UNSUPPORTED_MODEL:
             # That no turn of this model can reuse says more than that this one had no lease.
-            self._verdict = Verdict.UNSUPPORTED_MODEL
+            account.verdict = Verdict.UNSUPPORTED_MODEL
 
     async def _checked(self, engine: Engine, handle: Handle) -> Handle | None:
         stock = self._forwarder.stock
@@ -338,21 +417,22 @@ class _Turn:
         verdict = await stock.check(engine, self._request, handle, self._span)
         if verdict is None:
             return handle
-        self._verdict = verdict
+        self._account.verdict = verdict
         return None
 
     async def _prefill_once(self, engine: Engine, lease_id: str, handle: Handle | None) -> None:
         """Makes one attempt; raises EngineFault or EngineRefusal."""
         forwarder = self._forwarder
-        self._lease_id = lease_id or self._lease_id
-        self._prefill_url = engine.url
+        account = self._account
+        account.lease_id = lease_id or account.lease_id
+        account.prefill_url = engine.url
         span = self._span.child("prefill")
-        kvturn = self._kvturn(span, lease_id)
-        transfer = prefill_transfer(kvturn, [] if handle is None else StockReuse.keys(handle))
+        transfer = prefill_transfer(
+            self._kvturn(span, lease_id), [] if handle is None else StockReuse.keys(handle)
+        )
         parts = prefill_parts(self._request.members, transfer)
         watch = self._watch(lease_id)
         began_ns = forwarder.clock_ns()
-        engine.begin()
         exchange: Exchange | None = None
         fault: str | None = "given up"
         try:
@@ -369,18 +449,17 @@ class _Turn:
             )
             if exchange.status != 200:
                 raise await refusal_of(exchange)
-            self._answer = read_answer(await whole_body(exchange))
+            account.answer = read_answer(await whole_body(exchange))
             fault = None
         except (EngineFault, EngineRefusal) as error:
             fault = str(error)
             raise
         finally:
-            engine.end()
             if watch is not None:
                 watch.stop()
             if exchange is not None:
                 exchange.close()
-            self._prefill_ms = (forwarder.clock_ns() - began_ns) / 1e6
+            account.prefill_ms = (forwarder.clock_ns() - began_ns) / 1e6
             span.end({"kvturn.prefill.engine": engine.url}, fault=fault)
 
     def _watch(self, lease_id: str) -> ReadWatch | None:
@@ -388,62 +467,65 @@ class _Turn:
         if not lease_id or lease is None:
             return None
         return ReadWatch(
-            lease,
+            lease.client,
             lease_id,
             longest_read_ms=self._resolution.longest_read_ms,
             margin_ms=self._forwarder.limits.read_margin_ms,
         )
 
-    def _kvturn(self, span: TurnSpan, lease_id: str) -> bytes | None:
+    def _kvturn(self, span: TurnSpan, lease_id: str, history: str = "") -> bytes | None:
         # Without a lease service nobody would read what decode retains under
         # the conversation, so it is not named.
         named = self._forwarder.lease is not None and self._request.reuse
         key = self._request.key if named else None
-        return kvturn_member(key, self._number, lease_id, span.traceparent)
+        return kvturn_member(key, self._account.number, lease_id, span.traceparent, history)
 
     # The decode leg
 
-    async def _decode(self, index: int) -> None:
-        """Runs the decode leg; raises TurnError before the answer has begun."""
+    async def _decode(self, engine: Engine) -> str | None:
+        """Runs the decode leg; returns what went wrong after the answer had begun, None if nothing.
+
+        Raises TurnError before that, and _HolderGoneFault.
+        """
         fleet = self._forwarder.fleet
-        tried: set[int] = set()
+        account = self._account
+        tried: set[Engine] = set()
         while True:
-            engine = fleet.decodes[index]
-            self._decode_url = engine.url
+            account.decode_url = engine.url
             try:
-                await self._decode_once(engine)
-                return
+                return await self._decode_once(engine)
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
-                tried.add(index)
-                other = fleet.another(fleet.decodes, tried)
-                if other is None:
-                    raise no_engine(DECODE) from None
-                index = other
+                if account.kind is PlanKind.LOCAL:
+                    self._let_go(engine)
+                    raise _HolderGoneFault from None
+                engine = self._another(engine, fleet.decodes, tried)
             except LostFault as fault:
-                if not fault.stale or self._answer.transfer is None:
+                if not fault.stale or account.answer.transfer is None:
+                    self._note_fault(engine, fault)
                     raise engine_error(DECODE, fault) from None
-                # The lost request may have fetched prefill's KV, which can be
-                # fetched once: decode computes the prompt itself.
-                self._answer = NOTHING
-                if self._verdict in (Verdict.REUSED, Verdict.PARTIAL_PREFIX):
-                    self._verdict = Verdict.READ_FAILED
-            except EngineFault as fault:
-                raise engine_error(DECODE, fault) from None
+                # The lost request may have fetched prefill's KV, which can be fetched once.
+                account.lose_handover()
+            except (EngineFault, EngineRefusal) as fault:
+                self._note_fault(engine, fault)
+                raise _told_of(DECODE, fault) from None
 
-    async def _decode_once(self, engine: Engine) -> None:
+    async def _decode_once(self, engine: Engine) -> str | None:
         """Makes one attempt; raises EngineFault before the answer has begun, or EngineRefusal."""
         forwarder = self._forwarder
         request = self._request
+        account = self._account
         span = self._span.child("decode")
-        kvturn = None if request.alone else self._kvturn(span, "")
-        handed = self._answer.transfer
+        own = self._history.points[0].hex() if self._history.points else ""
+        kvturn = None if request.alone else self._kvturn(span, "", own)
+        handed = account.answer.transfer
         transfer = decode_transfer(handed, kvturn)
         asks_ids = forwarder.stock is not None and request.reuse and not request.alone
         parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
         if handed is not None and transfer is not None:
             self._unfetched = (engine, transfer)
-        engine.begin()
+        self._relay.tap = StockTap(request) if asks_ids else None
+        account.decode_began_ns = forwarder.clock_ns()
         exchange: Exchange | None = None
         fault: str | None = "given up"
         try:
@@ -457,164 +539,104 @@ class _Turn:
                 again_if_stale=handed is None,
                 sent=self._is_fetched,
             )
-            fault = await self._relay(exchange, engine, asks_ids=asks_ids)
+            fault = await self._relay.run(exchange)
         except (EngineFault, EngineRefusal) as error:
             fault = str(error)
             raise
         finally:
-            engine.end()
             if exchange is not None:
                 exchange.close()
             span.end({"kvturn.decode.engine": engine.url}, fault=fault)
+        return fault
 
     def _is_fetched(self, exchange: Exchange) -> None:
         del exchange
         self._unfetched = None
 
-    async def _relay(self, exchange: Exchange, engine: Engine, *, asks_ids: bool) -> str | None:
-        """Passes an answer on; returns what went wrong after it had begun, if anything did."""
-        if exchange.status != 200:
-            raise await refusal_of(exchange)
-        if asks_ids:
-            self._tap = StockTap(self._request)
-        kind = exchange.header(b"content-type")
-        if kind.startswith(b"application/json") and not self._request.stream:
-            await self._relay_whole(exchange)
-            fault = None
-        else:
-            fault = await self._relay_as_read(
-                exchange, events=kind.startswith(b"text/event-stream")
-            )
-        if fault is None:
-            forwarder = self._forwarder
-            # Prefill's report shows that our connector is there; a stock decode
-            # engine announces no grant that the next turn could wait for.
-            self._retains = (
-                forwarder.lease is not None
-                and self._request.reuse
-                and self._answer.report is not None
-            )
-            if self._tap is not None and forwarder.stock is not None:
-                forwarder.stock.keep(self._request.key, self._tap, engine.url)
-        return fault
+    def _note_fault(self, engine: Engine, fault: EngineFault | EngineRefusal) -> None:
+        """Holds against an engine what is its own fault, and not the request's."""
+        stale = isinstance(fault, LostFault) and fault.stale
+        own = fault.status >= 500 if isinstance(fault, EngineRefusal) else not stale
+        if own and not isinstance(fault, StuckReadFault):
+            self._forwarder.fleet.failed(engine, str(fault))
 
-    async def _relay_whole(self, exchange: Exchange) -> None:
-        body = await whole_body(exchange)
-        if self._tap is not None:
-            body = self._tap.answer(body)
-        cached = self._cached_tokens()
-        if cached is not None:
-            body = with_cached_tokens(body, cached)
-        self._tokens = usage_tokens(body)
-        self._start(exchange, len(body), None)
-        self._sink.write(body, True)
-
-    async def _relay_as_read(self, exchange: Exchange, *, events: bool) -> str | None:
-        compressed = bool(exchange.header(b"content-encoding"))
-        cached = self._cached_tokens()
-        if events and not compressed and cached is not None:
-            self._usage = StreamUsage(cached)
-        if not events or compressed:
-            self._tap = None
-        length = exchange.header(b"content-length")
-        untouched = self._usage is None and self._tap is None
-        known = int(length) if untouched and length.isdigit() else None
-        self._start(exchange, known, exchange)
-        exchange.pass_to(self._pass_on)
-        try:
-            await exchange.finished()
-        except EngineFault as fault:
-            error = engine_error(DECODE, fault)
-            self._sink.fail(error)
-            return error.message
-        if self._usage is not None:
-            self._tokens = self._usage.tokens
-        return None
-
-    def _pass_on(self, data: bytes, last: bool) -> None:
-        if self._tap is not None:
-            data = self._tap.feed(data)
-            if last:
-                data += self._tap.finish()
-        if self._usage is not None:
-            data = self._usage.feed(data) if data else data
-            if last:
-                data += self._usage.finish()
-        self._sink.write(data, last)
-
-    def _start(self, exchange: Exchange, length: int | None, flow: Exchange | None) -> None:
-        self._request.members.clear()
-        self._report = self._reported()
-        self._sink.start(self._report, exchange.status, relayed_headers(exchange), length, flow)
-
-    # The account
-
-    def _cached_tokens(self) -> int | None:
-        """Returns the prompt tokens that no engine computed, None to leave decode's own number."""
-        answer = self._answer
-        if answer.transfer is None:
-            return None
-        if answer.report is not None:
-            tokens = answer.report.reused_tokens + answer.report.local_tokens
-        else:
-            tokens = answer.cached_tokens or 0
-        prompt_tokens = self._prompt_tokens()
-        return min(tokens, prompt_tokens) if prompt_tokens else tokens
-
-    def _prompt_tokens(self) -> int:
-        report = self._answer.report
-        return (report.prompt_tokens if report else 0) or self._answer.prompt_tokens
-
-    def _reported(self) -> TurnReport:
-        report = self._answer.report
-        local = self._answer.cached_tokens or 0
-        return TurnReport(
-            turn=self._number,
-            verdict=self._verdict,
-            prompt_tokens=self._prompt_tokens(),
-            reused_tokens=report.reused_tokens if report else 0,
-            local_tokens=report.local_tokens if report else local,
-            prefill_ms=round(self._prefill_ms, 3),
-            read_ms=round(report.read_ms, 3) if report else 0.0,
-            read_bytes=report.read_bytes if report else 0,
-        )
+    # Settle
 
     def _settle(self, fault: str | None) -> None:
+        for engine in self._held:
+            engine.end()
+        self._held.clear()
+        request = self._request
+        if self._unfetched is not None and not self._relay.started and request.members:
+            engine, transfer = self._unfetched
+            self._forwarder.release(engine, request, transfer)
+        account = self._account
+        awaits_grant = (
+            fault is None
+            and account.kind is PlanKind.LOCAL
+            and account.retained is None
+            and self._session_turn is not None
+        )
+        if awaits_grant:
+            # Only the grant tells how many tokens the prompt had. Until it comes the turn counts
+            # as in flight.
+            self._grant_wait = self._forwarder.loop.call_later(_GRANT_WAIT_S, self._close, None)
+        else:
+            self._close(fault)
+
+    def _on_retained(self, retained: Retained) -> None:
+        if self._account.kind is not PlanKind.LOCAL:
+            return
+        self._account.retained = retained
+        if self._grant_wait is not None:
+            self._grant_wait.cancel()
+            self._close(None)
+
+    def _close(self, fault: str | None) -> None:
+        """Tells of the turn, to whom it concerns, what is known by now."""
+        self._grant_wait = None
         forwarder = self._forwarder
         request = self._request
-        if self._told and forwarder.lease is not None:
-            forwarder.lease.turn_ended(request.key)
-        if self._unfetched is not None and self._report is None and request.members:
-            engine, transfer = self._unfetched
-            forwarder.release(engine, request, transfer)
-        report = self._report or self._reported()
-        if self._report is not None:
-            retained_ns = forwarder.clock_ns() if self._retains else 0
-            forwarder.book.end_turn(request.key, report, retained_ns)
+        account = self._account
+        if self._session_turn is not None:
+            account.number = self._session_turn.number
+        report = account.report() if self._relay.started else None
+        if forwarder.lease is not None and self._session_turn is not None:
+            told = None if report is None else report_message(request.key.conversation_id, report)
+            forwarder.lease.session.end(
+                self._session_turn, retains=self._is_retained(fault), report=told
+            )
+            if fault is None and account.kind is not None and account.forecast is not None:
+                took = account.took(streamed=request.stream)
+                now_ns = forwarder.clock_ns()
+                forwarder.costs.learn(account.kind.value, account.forecast, took, now_ns)
+        elif report is not None:
+            forwarder.book.end_turn(request.key, report)
+        if forwarder.stock is not None and request.reuse and not request.alone:
+            forwarder.stock.ended(request.key)
+            if fault is None and self._relay.tap is not None:
+                forwarder.stock.keep(request.key, self._relay.tap, account.decode_url)
         if self._span.recorded:
-            self._span.end(self._attributes(report), fault=fault)
+            self._span.end(account.attributes(request), fault=fault)
 
-    def _attributes(self, report: TurnReport) -> dict[str, Attribute]:
-        tokens = self._tokens
-        attributes: dict[str, Attribute] = {
-            "gen_ai.operation.name": "chat" if self._request.path == CHAT else "text_completion",
-            "gen_ai.conversation.id": self._request.key.conversation_id,
-            "gen_ai.request.model": self._request.key.model,
-            "gen_ai.usage.input_tokens": tokens[0] if tokens else report.prompt_tokens,
-            "kvturn.turn": report.turn,
-            "kvturn.verdict": report.verdict.value,
-            "kvturn.prompt_tokens": report.prompt_tokens,
-            "kvturn.reused_tokens": report.reused_tokens,
-            "kvturn.local_tokens": report.local_tokens,
-            "kvturn.read_ms": report.read_ms,
-            "kvturn.read_bytes": report.read_bytes,
-            "kvturn.lease_id": self._lease_id,
-            "kvturn.prefill.engine": self._prefill_url,
-            "kvturn.decode.engine": self._decode_url,
-        }
-        if tokens is not None:
-            attributes["gen_ai.usage.output_tokens"] = tokens[1]
-        return attributes
+    def _is_retained(self, fault: str | None) -> bool:
+        """Tells whether decode will announce a retention of this turn.
+
+        Prefill's report shows that our connector is there; a stock decode engine announces none.
+        """
+        request = self._request
+        ours = self._account.answer.report is not None or self._account.kind is PlanKind.LOCAL
+        return fault is None and ours and request.reuse and not request.alone
+
+
+class _HolderGoneFault(Exception):
+    """The engine that was to serve the turn alone refused its connection."""
+
+
+def _give_back(choice: Choice[Engine]) -> None:
+    for engine in (choice.prefill, choice.decode):
+        if engine is not None:
+            engine.end()
 
 
 def _may_recompute(fault: EngineFault | EngineRefusal) -> bool:

@@ -18,7 +18,6 @@ from grpc_reflection.v1alpha import reflection
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.conversation import (
-    ConversationBook,
     ConversationKey,
     checked_absence_s,
     checked_name,
@@ -51,13 +50,11 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         *,
         intake: Intake,
         forwarder: Forwarder,
-        book: ConversationBook,
         gate: Gate,
         body_bytes_max: int,
     ) -> None:
         self._intake = intake
         self._forwarder = forwarder
-        self._book = book
         self._gate = gate
         self._body_bytes_max = body_bytes_max
 
@@ -100,11 +97,7 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Returns what the router knows of a conversation."""
         try:
             key = self._key(request.conversation_id, request.model, context)
-            reports = self._book.reports(key)
-            if reports is None:
-                raise TurnError(
-                    404, "This router knows no such conversation.", reason="CONVERSATION_NOT_FOUND"
-                )
+            reports = await self._forwarder.reports(key)
         except TurnError as error:
             await abort(context, error)
         return router_pb2.GetConversationResponse(

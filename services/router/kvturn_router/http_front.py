@@ -11,7 +11,6 @@ import msgspec
 
 from kvturn_router.body import given_number, parse
 from kvturn_router.conversation import (
-    ConversationBook,
     ConversationKey,
     TurnReport,
     checked_absence_s,
@@ -19,6 +18,7 @@ from kvturn_router.conversation import (
     header_value,
 )
 from kvturn_router.engine_http import EngineFault, Exchange
+from kvturn_router.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import DECODE, Engine, Fleet
 from kvturn_router.forward import Forwarder
@@ -83,6 +83,8 @@ def report_lines(key: ConversationKey, report: TurnReport) -> bytes:
     return (
         b"x-kvturn-conversation: %b\r\n"
         b"x-kvturn-turn: %d\r\n"
+        b"x-kvturn-plan: %b\r\n"
+        b"x-kvturn-plan-reason: %b\r\n"
         b"x-kvturn-verdict: %b\r\n"
         b"x-kvturn-prompt-tokens: %d\r\n"
         b"x-kvturn-reused-tokens: %d\r\n"
@@ -93,6 +95,8 @@ def report_lines(key: ConversationKey, report: TurnReport) -> bytes:
     ) % (
         header_value(key.conversation_id),
         report.turn,
+        report.plan.encode(),
+        report.plan_reason.encode(),
         report.verdict.encode(),
         report.prompt_tokens,
         report.reused_tokens,
@@ -112,14 +116,14 @@ class HttpFront:
         intake: Intake,
         forwarder: Forwarder,
         fleet: Fleet,
-        book: ConversationBook,
+        engines: EnginesFront,
         gate: Gate,
         authorization: bytes | None,
     ) -> None:
         self._intake = intake
         self._forwarder = forwarder
         self._fleet = fleet
-        self._book = book
+        self._engines = engines
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
@@ -168,6 +172,8 @@ class HttpFront:
         elif path == "/ready":
             _allow(request, "GET")
             self._ready(answer)
+        elif path in (ENGINES, DRAIN):
+            self._engines.serve(answer, request, path, query)
         elif path.startswith(_CONVERSATIONS):
             self._conversation(answer, request, path.removeprefix(_CONVERSATIONS), query)
         else:
@@ -266,7 +272,7 @@ class HttpFront:
             self._run(answer, lambda: self._end(answer, key))
         else:
             _allow(request, "GET", "DELETE")
-            self._tell(answer, key)
+            self._run(answer, lambda: self._tell(answer, key))
 
     def _key(self, request: HttpRequest, name: str, query: str) -> ConversationKey:
         try:
@@ -282,12 +288,8 @@ class HttpFront:
             checked_name("conversation_id", conversation_id),
         )
 
-    def _tell(self, answer: HttpAnswer, key: ConversationKey) -> None:
-        reports = self._book.reports(key)
-        if reports is None:
-            raise TurnError(
-                404, "This router knows no such conversation.", reason="CONVERSATION_NOT_FOUND"
-            )
+    async def _tell(self, answer: HttpAnswer, key: ConversationKey) -> None:
+        reports = await self._forwarder.reports(key)
         body = {
             "conversation_id": key.conversation_id,
             "model": key.model,

@@ -44,10 +44,6 @@ class Loads(Iterable[E]):
         """All engines of the role, in the order in which they came."""
         return iter(list(self._engines))
 
-    def __getitem__(self, index: int) -> E:
-        """The engine that came as the `index`-th; for turns that are planned by index."""
-        return list(self._engines)[index]
-
     def __contains__(self, engine: object) -> bool:
         return engine in self._engines
 

@@ -15,22 +15,6 @@ from kvturn_router.costs import Costs, Estimate, Estimates, Forecast
 from kvturn_router.verdict import Verdict
 
 
-class EngineState(Protocol):
-    """What the decision needs to know of an engine."""
-
-    @property
-    def usable(self) -> bool:
-        """Whether it may be given requests now."""
-
-    @property
-    def in_flight(self) -> int:
-        """Requests that it has been given and has not answered."""
-
-    @property
-    def served(self) -> int:
-        """Requests that it has been given since the router started."""
-
-
 class PlanKind(StrEnum):
     """The ways to serve a turn."""
 
@@ -69,80 +53,12 @@ class Resolution(NamedTuple):
     engine_id: str = ""
 
 
-class Plan(NamedTuple):
-    """One decision. `prefill` is an index into the prefill engines, None if there is no such leg.
-
-    `verdict` is None exactly when `kind` is PULL: then prefill's connector says it.
-    """
-
-    kind: PlanKind
-    prefill: int | None
-    decode: int
-    lease_id: str
-    verdict: Verdict | None
-
-
 class NoEngine(Exception):
     """No engine of the role can be used; `role` is "prefill" or "decode"."""
 
     def __init__(self, role: str) -> None:
         super().__init__(f"no {role} engine is usable")
         self.role = role
-
-
-def decide(
-    resolution: Resolution,
-    prefills: Sequence[EngineState],
-    decodes: Sequence[EngineState],
-    holder: int | None,
-    *,
-    alone: bool,
-) -> Plan:
-    """Returns the plan for one turn.
-
-    `holder` is the index in `decodes` of the engine at the resolution's
-    address, None if it is not one of them. `alone` says that the answer cannot
-    be given through prefill and decode. Raises NoEngine.
-    """
-    holder_lost = holder is not None and not decodes[holder].usable
-    decode = holder if holder is not None and not holder_lost else least_loaded(decodes)
-    if decode is None:
-        raise NoEngine("decode")
-    if alone:
-        off = resolution.verdict is Verdict.TURNED_OFF
-        verdict = Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED
-        return Plan(PlanKind.ALONE, None, decode, "", verdict)
-    prefill = least_loaded(prefills)
-    if prefill is None:
-        raise NoEngine("prefill")
-    if resolution.verdict is not None:
-        return Plan(PlanKind.RECOMPUTE, prefill, decode, "", resolution.verdict)
-    if holder_lost:
-        # Its KV may be gone with it, and a read from a dead engine ends only
-        # at the longest read.
-        return Plan(PlanKind.RECOMPUTE, prefill, decode, "", Verdict.ENGINE_LOST)
-    return Plan(PlanKind.PULL, prefill, decode, resolution.lease_id, None)
-
-
-def least_loaded(engines: Sequence[EngineState], tried: Collection[int] = ()) -> int | None:
-    """Returns the index of the usable engine with the fewest requests in flight.
-
-    Of equals the one that served least, so that idle engines take turns. Leaves
-    out `tried`. Returns None if none is left.
-    """
-    best: int | None = None
-    best_load = (0, 0)
-    for index, engine in enumerate(engines):
-        if not engine.usable or index in tried:
-            continue
-        load = (engine.in_flight, engine.served)
-        if best is None or load < best_load:
-            best, best_load = index, load
-    return best
-
-
-# The choice by cost. `choose` and `Choice` take the places and names of `decide` and `Plan` as
-# soon as `forward.py` calls them.
 
 
 class TurnSize(NamedTuple):

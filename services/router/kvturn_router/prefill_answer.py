@@ -137,11 +137,16 @@ def _report_of(value: bytes | None) -> ReadReport | None:
 
 
 def kvturn_member(
-    key: ConversationKey | None, turn: int, lease_id: str, traceparent: str | None
+    key: ConversationKey | None,
+    turn: int,
+    lease_id: str,
+    traceparent: str | None,
+    history: str = "",
 ) -> bytes | None:
     """Returns the `kvturn` member of a leg's transfer parameters, None if it says nothing.
 
-    `key` is None where nothing is to be read or retained.
+    `key` is None where nothing is to be read or retained. `history` is the
+    turn's own digest in hex, "" where it is not known or not to be told.
     """
     if key is None and not lease_id and traceparent is None:
         return None
@@ -150,6 +155,8 @@ def kvturn_member(
         said.update(tenant=key.tenant, model=key.model, conversation=key.conversation_id, turn=turn)
     if lease_id:
         said["lease_id"] = lease_id
+    if key is not None and history:
+        said["history"] = history
     if traceparent is not None:
         said["traceparent"] = traceparent
     return msgspec.json.encode(said)

@@ -11,13 +11,11 @@ from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
 from kvturn_router.errors import TurnError
 from kvturn_router.fleet import Fleet
-from kvturn_router.forward import Forwarder
+from kvturn_router.forward import Forwarder, LeaseReuse
 from kvturn_router.gate import Gate
 from kvturn_router.grpc_front import GrpcFront
 from kvturn_router.health_watch import HealthWatch
 from kvturn_router.http_wire import ClientConnection, Listener
-from kvturn_router.lease_client import LeaseClient
-from kvturn_router.router_session import RouterSession
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
@@ -47,8 +45,7 @@ class RouterServer:
         health: HealthWatch,
         forwarder: Forwarder,
         gate: Gate,
-        lease: LeaseClient | None,
-        session: RouterSession | None,
+        lease: LeaseReuse | None,
         grpc: GrpcFront | None,
         shares_ports: bool = False,
         tls: ServerTls | None = None,
@@ -62,7 +59,6 @@ class RouterServer:
         self._forwarder = forwarder
         self._gate = gate
         self._lease = lease
-        self._session = session
         self._grpc = grpc
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -104,9 +100,8 @@ class RouterServer:
 
     def _start_asking(self) -> None:
         if self._lease is not None:
-            self._lease.start()
-        if self._session is not None:
-            self._session.start()
+            self._lease.client.start()
+            self._lease.session.start()
         self._fleet.changed = self._changed.set
         self._health.start()
 
@@ -153,10 +148,9 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.stop()
         if self._lease is not None:
-            await self._lease.stop()
+            await self._lease.session.stop()
+            await self._lease.client.stop()
         await self._health.stop()
         self._fleet.close()
 

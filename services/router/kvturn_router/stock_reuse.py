@@ -1,9 +1,10 @@
 """Offers stock handles to turns, once each and only where tokens prove the prefix."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from kvturn.recognition import Recognition
 from kvturn_router.body import joined
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.engine_http import EngineFault
@@ -34,11 +35,29 @@ _TOKENIZE_SILENCE_S: Final = 2.0
 class StockReuse:
     """The stock mode of one router. `clock_ns` is CLOCK_BOOTTIME."""
 
-    def __init__(self, handles: HandleBook, legs: Legs, clock_ns: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        handles: HandleBook,
+        recognition: Recognition,
+        legs: Legs,
+        clock_ns: Callable[[], int],
+    ) -> None:
         self._handles = handles
+        self._recognition = recognition
         self._legs = legs
         self._clock_ns = clock_ns
         self._warned = False
+
+    def name(self, request: TurnRequest, points: Sequence[bytes]) -> ConversationKey:
+        """Returns the conversation that a turn which begins belongs to; `ended` must follow."""
+        named = self._recognition.name(request.key, request.recognise, points)
+        key = request.key._replace(conversation_id=named.conversation_id)
+        self._recognition.began(key, points)
+        return key
+
+    def ended(self, key: ConversationKey) -> None:
+        """Counts out a turn that `name` has counted in."""
+        self._recognition.ended(key)
 
     def offer(self, request: TurnRequest, first: bool) -> Handle | Verdict:
         """Returns the conversation's handle and forgets it, or why there is none."""
@@ -94,8 +113,12 @@ class StockReuse:
         self._handles.keep(key, handle)
 
     def forget(self, key: ConversationKey) -> None:
-        """Drops a conversation's handle."""
-        self._handles.forget(key)
+        """Drops the handles of a conversation's branches, or of a scope's conversations."""
+        tenant, model, name = key
+        for branch in self._recognition.branches(tenant, model, name) or [name]:
+            one = ConversationKey(tenant, model, branch)
+            self._handles.forget(one)
+            self._recognition.forget(one)
 
     @staticmethod
     def keys(handle: Handle) -> list[tuple[str, bytes]]:

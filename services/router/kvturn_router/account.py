@@ -1,0 +1,172 @@
+"""What is known of one turn, and what is told of it: to the client, in its span, to the costs.
+
+No I/O, no clock.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvturn_router.conversation import TurnReport
+from kvturn_router.costs import Forecast, Took
+from kvturn_router.intake import CHAT, TurnRequest
+from kvturn_router.prefill_answer import NOTHING, PrefillAnswer
+from kvturn_router.telemetry import Attribute
+from kvturn_router.verdict import Verdict
+
+if TYPE_CHECKING:
+    from kvturn_router.plan import PlanKind
+    from kvturn_router.session_turns import Retained
+
+_NS_PER_MS = 1e6
+
+
+class Account:
+    """One turn's account, filled in as the turn goes on. Times are CLOCK_BOOTTIME, 0 for never."""
+
+    __slots__ = (
+        "answer",
+        "began_ns",
+        "decode_began_ns",
+        "decode_url",
+        "first_byte_ns",
+        "forecast",
+        "kind",
+        "lease_id",
+        "number",
+        "prefill_ms",
+        "prefill_url",
+        "read_failed",
+        "reason",
+        "retained",
+        "usage",
+        "verdict",
+    )
+
+    def __init__(self, began_ns: int) -> None:
+        self.began_ns = began_ns
+        self.number = 0
+        """Number of the turn in its conversation, 0 if not known."""
+        self.verdict = Verdict.NOT_OFFERED
+        self.kind: PlanKind | None = None
+        self.reason = ""
+        self.forecast: Forecast | None = None
+        self.lease_id = ""
+        self.prefill_url = ""
+        self.prefill_ms = 0.0
+        self.answer: PrefillAnswer = NOTHING
+        """What prefill said last."""
+        self.read_failed = False
+        self.decode_url = ""
+        self.decode_began_ns = 0
+        self.first_byte_ns = 0
+        self.usage: tuple[int, int] | None = None
+        """Tokens of prompt and answer as decode counted them, None if it did not say."""
+        self.retained: Retained | None = None
+        """What decode's grant said, where nothing else tells it."""
+
+    def give_reuse_up(self, verdict: Verdict) -> None:
+        """Notes that what was read, or was to be read, is of no use."""
+        self.read_failed = True
+        self.verdict = verdict
+
+    def lose_handover(self) -> None:
+        """Notes that prefill's KV may have been fetched in vain: decode computes the prompt."""
+        answer = self.answer
+        report = answer.report
+        if report is not None:
+            report = report._replace(reused_tokens=0, local_tokens=0)
+        self.answer = PrefillAnswer(None, report, answer.prompt_tokens, None)
+        if self.verdict in (Verdict.REUSED, Verdict.PARTIAL_PREFIX):
+            self.verdict = Verdict.READ_FAILED
+
+    def cached_tokens(self) -> int | None:
+        """Returns the prompt tokens that no engine computed, None to leave decode's own number."""
+        answer = self.answer
+        if answer.transfer is None:
+            return None
+        tokens = answer.cached_tokens or 0
+        if answer.report is not None:
+            tokens = answer.report.reused_tokens + answer.report.local_tokens
+        prompt_tokens = self.prompt_tokens()
+        return min(tokens, prompt_tokens) if prompt_tokens else tokens
+
+    def prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt, 0 if not known."""
+        report = self.answer.report
+        told = (report.prompt_tokens if report else 0) or self.answer.prompt_tokens
+        if not told and self.usage is not None:
+            told = self.usage[0]
+        if not told and self.retained is not None:
+            told = self.retained.prompt_tokens
+        return told
+
+    def local_tokens(self) -> int:
+        """Returns the prompt tokens found in the own cache of the engine that computed it."""
+        if self.answer.report is not None:
+            return self.answer.report.local_tokens
+        if self.retained is not None:
+            return self.retained.local_cached_tokens
+        return self.answer.cached_tokens or 0
+
+    def report(self) -> TurnReport:
+        """Returns how the turn was served, as far as is known by now."""
+        read = self.answer.report
+        first_byte_ms = 0.0
+        if self.first_byte_ns:
+            first_byte_ms = (self.first_byte_ns - self.began_ns) / _NS_PER_MS
+        return TurnReport(
+            turn=self.number,
+            verdict=self.verdict,
+            prompt_tokens=self.prompt_tokens(),
+            reused_tokens=read.reused_tokens if read else 0,
+            local_tokens=self.local_tokens(),
+            prefill_ms=round(self.prefill_ms, 3),
+            read_ms=round(read.read_ms, 3) if read else 0.0,
+            read_bytes=read.read_bytes if read else 0,
+            plan=self.kind.value if self.kind is not None else "",
+            plan_reason=self.reason,
+            first_byte_ms=round(first_byte_ms, 3),
+            output_tokens=self.usage[1] if self.usage is not None else 0,
+            prefill_engine=self.prefill_url,
+            decode_engine=self.decode_url,
+        )
+
+    def took(self, *, streamed: bool) -> Took:
+        """Returns what the turn tells of costs."""
+        report = self.answer.report
+        decode_ms = 0.0
+        if self.first_byte_ns:
+            decode_ms = (self.first_byte_ns - self.decode_began_ns) / _NS_PER_MS
+        return Took(
+            prompt_tokens=self.prompt_tokens(),
+            reused_tokens=report.reused_tokens if report else 0,
+            cached_tokens=self.local_tokens(),
+            prefill_ms=self.prefill_ms,
+            decode_ms=decode_ms,
+            generated_tokens=0 if streamed or self.usage is None else self.usage[1],
+            read_failed=self.read_failed,
+        )
+
+    def attributes(self, request: TurnRequest) -> dict[str, Attribute]:
+        """Returns what the turn's span says."""
+        report = self.report()
+        attributes: dict[str, Attribute] = {
+            "gen_ai.operation.name": "chat" if request.path == CHAT else "text_completion",
+            "gen_ai.conversation.id": request.key.conversation_id,
+            "gen_ai.request.model": request.key.model,
+            "gen_ai.usage.input_tokens": report.prompt_tokens,
+            "kvturn.turn": report.turn,
+            "kvturn.plan": report.plan,
+            "kvturn.plan.reason": report.plan_reason,
+            "kvturn.verdict": report.verdict.value,
+            "kvturn.prompt_tokens": report.prompt_tokens,
+            "kvturn.reused_tokens": report.reused_tokens,
+            "kvturn.local_tokens": report.local_tokens,
+            "kvturn.read_ms": report.read_ms,
+            "kvturn.read_bytes": report.read_bytes,
+            "kvturn.lease_id": self.lease_id,
+            "kvturn.prefill.engine": self.prefill_url,
+            "kvturn.decode.engine": self.decode_url,
+        }
+        if self.usage is not None:
+            attributes["gen_ai.usage.output_tokens"] = self.usage[1]
+        return attributes
