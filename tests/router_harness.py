@@ -168,7 +168,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
 
     async def start(self, port: int = 0) -> "FakeLease":
         """Serves, on the port given, else on a free one."""
-        self._sessions: set[Any] = set()
+        self.sessions: set[Any] = set()
         self._server = grpc.aio.server()
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
@@ -220,14 +220,15 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
 
     async def RouterSession(self, request_iterator: Any, context: Any) -> None:
         await self._answerable(context)
-        self._sessions.add(context)
+        self.sessions.add(context)
         try:
             async for request in request_iterator:
                 while self.silent:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
                 await self._take(request, context)
         finally:
-            self._sessions.discard(context)
+            self.sessions.discard(context)
+            self.changed.set()
 
     async def _take(self, request: lease_pb2.RouterSessionRequest, context: Any) -> None:
         response = lease_pb2.RouterSessionResponse()
@@ -258,7 +259,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
 
     async def push(self, **members: Any) -> None:
         """Sends a message on every session."""
-        for context in list(self._sessions):
+        for context in list(self.sessions):
             await context.write(lease_pb2.RouterSessionResponse(**members))
 
     async def until(self, condition: Callable[[], bool]) -> None:

@@ -34,13 +34,14 @@ class Stub:
     open: bool = True
 
 
-def test_the_least_loaded_is_found_whatever_happens_to_engines():
-    """Two hundred engines, turns that begin and end, engines that close, open, come and go."""
+@pytest.mark.parametrize("count", [4, 200])
+def test_the_least_loaded_is_found_whatever_happens_to_engines(count):
+    """Few or many engines, turns that begin and end, engines that close, open, come and go."""
     dice = random.Random(7)
     loads: Loads[Stub] = Loads()
-    engines = [Stub(str(number)) for number in range(200)]
-    there = set(engines[:100])
-    for one in engines[:100]:
+    engines = [Stub(str(number)) for number in range(count)]
+    there = set(engines[: count // 2])
+    for one in engines[: count // 2]:
         loads.add(one)
     for _ in range(5_000):
         one = dice.choice(engines)
@@ -430,6 +431,15 @@ def test_turns_wait_in_line_for_an_engine_with_room():
     engine.end()
     assert served == [2]
     assert engine.in_flight == 1
+
+
+def test_nobody_overtakes_whoever_came_first():
+    """Also not one who could have what it wants while the first in line cannot."""
+    room: WaitingRoom[int] = WaitingRoom(places=2, patience_ns=S)
+    room.claim(lambda: None, 0)
+    assert room.claim(lambda: 1, 0).claim is None
+    room.serve()
+    assert len(room) == 2
 
 
 def test_a_wait_has_an_end():

@@ -177,6 +177,17 @@ async def test_a_service_that_froze_is_left_for_one_that_leads():
         assert (await one.resolution(begin(one))).verdict is Verdict.CONSUMED
 
 
+async def test_a_session_moves_when_another_is_known_to_lead():
+    """The one before has not noticed and holds its session; a call elsewhere has shown it."""
+    first, second = await FakeLease().start(), await FakeLease(verdict="CONSUMED").start()
+    async with session(first, second) as one:
+        await until(lambda: one.sessions)
+        one.channels.leads(second.address)
+        await second.until(lambda: bool(second.hellos))
+        assert (await one.resolution(begin(one))).verdict is Verdict.CONSUMED
+        await first.until(lambda: not first.sessions)
+
+
 async def test_a_turn_asked_while_the_leader_changes_is_asked_again():
     """The service ends the session before it answers; its successor answers in time."""
     first, second = await FakeLease(withholds=True).start(), await FakeLease().start()

@@ -58,11 +58,18 @@ HEADROOM = 16
 HEADROOM_SILENT = 4
 """The same while the lease service is silent: then blocks come back seconds later."""
 
+_RETURNED = (common_pb2.RELEASE_REASON_CONSUMED, common_pb2.RELEASE_REASON_SUPERSEDED)
+"""Ends of a retention whose conversation has come back: read, or gone on from in place."""
+
+ConversationName = tuple[str, str, str]
+"""Tenant, model and id of a conversation."""
+
 
 @dataclass(slots=True)
 class Held:
     """Blocks held for a retention."""
 
+    conversation: ConversationName
     blocks: list[KVCacheBlock]
     free_from_step: int
     """First step in which they may go back to the pool."""
@@ -74,9 +81,14 @@ class Held:
 class Wanted:
     """Blocks that a request has yet to get."""
 
-    blocks: int
+    conversation: ConversationName | None
     traceparent: str
     """Trace context of its turn."""
+    since_ns: int
+    """When it came."""
+    blocks: int = 0
+    found: int = 0
+    """Blocks not counted, because they are among those held for its conversation."""
 
 
 def engine_waker() -> Callable[[], None]:
@@ -112,6 +124,8 @@ class DecodeScheduler(LeasedScheduler):
         self._step = 0
         self._numbers = 0
         self._held: dict[int, Held] = {}
+        self._latest: dict[ConversationName, int] = {}
+        """The newest of what is held of each conversation."""
         self._victims = Victims()
         self._withdrawn: dict[int, int] = {}
         """Retentions that are held only until their release, with when they were given up."""
@@ -161,7 +175,7 @@ class DecodeScheduler(LeasedScheduler):
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """As stock's; asked on every pass, also of a request that waits again."""
-        self._want(request)
+        self._want(request, num_computed_tokens)
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(
@@ -170,7 +184,8 @@ class DecodeScheduler(LeasedScheduler):
         """As stock's; a request whose KV is still arriving has nothing to retain."""
         wanted = self._wanted.get(request.request_id)
         if wanted is not None:
-            wanted.blocks -= sum(len(group) for group in blocks.blocks[:1])
+            wanted.blocks += wanted.found - sum(len(group) for group in blocks.blocks[:1])
+            wanted.found = 0
             if wanted.blocks <= 0:  # Otherwise it was the first chunk of a long prompt.
                 del self._wanted[request.request_id]
         if num_external_tokens > 0:
@@ -269,10 +284,13 @@ class DecodeScheduler(LeasedScheduler):
         self._numbers += 1
         pool.touch(blocks)
         in_flight = request.num_in_flight_tokens > 0
-        self._held[self._numbers] = Held(blocks, self._step + IN_FLIGHT_STEPS * in_flight)
+        assert turn.conversation is not None
+        name = _name_of(turn.conversation)
+        free_from_step = self._step + IN_FLIGHT_STEPS * in_flight
+        self._held[self._numbers] = Held(name, blocks, free_from_step)
+        self._latest[name] = self._numbers
         self._retained_blocks += len(blocks)
         self._victims.retained(self._numbers, len(blocks), turn.turn, boottime_ns())
-        assert turn.conversation is not None
         self._client.retain(
             self._numbers,
             common_pb2.Retention(
@@ -307,6 +325,8 @@ class DecodeScheduler(LeasedScheduler):
                 later.append(number)
                 continue
             del self._held[number]
+            if self._latest.get(held.conversation) == number:
+                del self._latest[held.conversation]
             self._retained_blocks -= len(held.blocks)
             # In reverse, so that the tail is evicted from the prefix cache first.
             self._pool.free_blocks(reversed(held.blocks))
@@ -318,7 +338,7 @@ class DecodeScheduler(LeasedScheduler):
         self._withdrawn.pop(number, None)
         self._late.discard(number)
         self._stats.released(reason)
-        if reason == common_pb2.RELEASE_REASON_CONSUMED:
+        if reason in _RETURNED:
             self._victims.consumed(number, now_ns)
         else:
             self._victims.ended(number, now_ns)
@@ -368,16 +388,33 @@ class DecodeScheduler(LeasedScheduler):
             },
         )
 
-    def _want(self, request: Request) -> None:
-        blocks = -(-request.num_tokens // self.block_size)
+    def _want(self, request: Request, found_tokens: int | None = None) -> None:
+        """Notes how many blocks more than it finds held the request needs.
+
+        `found_tokens` are those of the engine's prefix cache, None while not looked up.
+        """
+        now_ns = boottime_ns()
         wanted = self._wanted.get(request.request_id)
-        if wanted is not None:
-            wanted.blocks = blocks
-        else:
-            traceparent = Turn.of(request.kv_transfer_params).traceparent
-            self._wanted[request.request_id] = Wanted(blocks, traceparent)
+        if wanted is None:
+            turn = Turn.of(request.kv_transfer_params)
+            name = None if turn.conversation is None else _name_of(turn.conversation)
+            wanted = Wanted(name, turn.traceparent, now_ns)
+            self._wanted[request.request_id] = wanted
+        blocks = -(-request.num_tokens // self.block_size)
+        wanted.found = 0
+        # The cache may have found equal blocks that nobody holds, which count as free: one that
+        # still waits after a while is taken to need all its blocks.
+        if wanted.conversation in self._latest and now_ns < wanted.since_ns + LATE_NS:
+            held = len(self._held[self._latest[wanted.conversation]].blocks)
+            found = held if found_tokens is None else found_tokens // self.block_size
+            wanted.found = min(found, held, blocks)
+        wanted.blocks = blocks - wanted.found
 
     def _withdraw(self, number: int, reason: int, now_ns: int) -> None:
         self._withdrawn[number] = now_ns
         self._victims.ended(number, now_ns)
         self._client.withdraw(number, reason)
+
+
+def _name_of(conversation: common_pb2.ConversationKey) -> ConversationName:
+    return (conversation.tenant, conversation.model, conversation.conversation_id)

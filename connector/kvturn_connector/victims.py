@@ -239,7 +239,7 @@ class Victims:
         self._put(number, kept, kept.entered_range)
 
     def consumed(self, number: int, now_ns: int) -> None:
-        """Removes a retention that was read, and learns from it."""
+        """Removes a retention whose conversation came back for it, and learns from that."""
         kept = self._remove(number)
         if kept is None:
             return

@@ -172,6 +172,9 @@ class Recognition:
 
     def _branch_of(self, key: Key, asked: Sequence[bytes]) -> Named:
         """Chooses among the branches of a conversation that the client named."""
+        only = self._entries.get(key)
+        if only is not None and not only.in_flight and not self._under.at(key):
+            return _named(only, asked)  # nearly always
         tenant, model, name = key
         best: _Branch | None = None
         best_rank: tuple[int, bool, bool, int] | None = None

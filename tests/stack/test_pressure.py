@@ -18,6 +18,7 @@ from conversation import Conversation
 from engines import SMALL_BLOCKS, SMALL_HOLD_S, VERSIONS, small_stack
 from prose import document
 from test_life_of_a_turn import chat, lease_pids, reuses, spans, wait_until
+from test_local import BLOCK_TOKENS, cached, local_turn
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -112,3 +113,22 @@ def test_frozen_lease_service_delays_conversations_by_no_more_than_the_hold(
     assert max(frozen) <= SMALL_HOLD_S + 2 * max(without) + SLACK_S
     assert sum(frozen) <= SMALL_HOLD_S + 2 * sum(without) + SLACK_S
     wait_until(lambda: reuses(small, "thawed"), "a turn that reuses")
+
+
+def test_a_turn_that_goes_on_in_place_takes_only_new_blocks(small: Stack) -> None:
+    """Decode is full, and serves a long conversation's next turn alone: others stay retained.
+
+    What the turn needs is held for it already, but for its few new tokens.
+    """
+    long = Conversation(small, "in-place")
+    long.say(document("in-place", 8) + "\nWhat is a licence?")
+    beside = 0
+    while metric(small, "kvturn:retained_blocks") < SMALL_BLOCKS - 6:
+        Conversation(small, f"beside-{beside}").say(document(f"beside-{beside}", 1))
+        beside += 1
+    assert long.resolve().lease_id, "it was given up for the others"
+    before = metric(small, "kvturn:given_up_retentions_total")
+    answer = local_turn(long, [*long.messages, {"role": "user", "content": "And a patent?"}], 8)
+    assert cached(answer) > 6 * BLOCK_TOKENS
+    assert long.granted_turn() == long.turn
+    assert metric(small, "kvturn:given_up_retentions_total") == before

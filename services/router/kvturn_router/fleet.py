@@ -13,6 +13,7 @@ turns need them. One that is really gone refuses connections, which takes it out
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
 from kvturn_router.engine import BOTH, DECODE, PREFILL, Engine, EngineAddress, engine_address
@@ -349,6 +350,7 @@ def _joined(*roles: str) -> str:
     return BOTH if len(named) > 1 else next(iter(named), "")
 
 
+@lru_cache(maxsize=ENGINES_MAX)
 def _place_of(url: str) -> str:
     """Returns the place of an engine's base URL, "" if it is none."""
     try:

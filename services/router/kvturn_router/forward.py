@@ -361,19 +361,32 @@ class _Turn:
             self._held.remove(engine)
             engine.end()
 
-    def _another(self, engine: Engine, engines: Loads[Engine], tried: set[Engine]) -> Engine:
-        """Returns the engine to try after one that refused. Raises TurnError 503."""
+    def _another(self, engine: Engine, engines: Loads[Engine], tried: set[Engine]) -> Engine | None:
+        """Moves the turn from an engine that failed it to one not yet tried, if there is one."""
         tried.add(engine)
-        self._let_go(engine)
         other = engines.least(tried)
-        if other is None:
-            role = PREFILL if engines is self._forwarder.fleet.prefills else DECODE
-            raise no_engine(role)
-        other.begin()
-        self._held.append(other)
-        # What was expected was expected of the first.
-        self._account.forecast = None
+        if other is not None:
+            self._let_go(engine)
+            other.begin()
+            self._held.append(other)
+            # What was expected was expected of the first.
+            self._account.forecast = None
         return other
+
+    def _instead(
+        self,
+        engine: Engine,
+        fault: EngineFault | EngineRefusal,
+        engines: Loads[Engine],
+        tried: set[Engine],
+    ) -> Engine | None:
+        """Returns the engine for a leg whose engine died with the request in hand, None if none.
+
+        One other is tried: a request that ends engines must not end them all.
+        """
+        if not isinstance(fault, LostFault) or len(tried) > 0:
+            return None
+        return self._another(engine, engines, tried)
 
     # The prefill leg
 
@@ -393,14 +406,21 @@ class _Turn:
                 break
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
-                engine = self._another(engine, fleet.prefills, tried)
+                other = self._another(engine, fleet.prefills, tried)
+                if other is None:
+                    raise no_engine(PREFILL) from None
+                engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
-                if not (lease_id or handle) or not _may_recompute(fault):
+                reuses = bool(lease_id or handle)
+                other = self._instead(engine, fault, fleet.prefills, tried)
+                if other is None and not (reuses and _may_recompute(fault)):
                     raise _told_of(PREFILL, fault) from None
-                stuck = isinstance(fault, StuckReadFault)
-                account.give_reuse_up(Verdict.READ_TOO_LONG if stuck else Verdict.READ_FAILED)
-                lease_id, handle = "", None
+                engine = other or engine
+                if reuses:
+                    stuck = isinstance(fault, StuckReadFault)
+                    account.give_reuse_up(Verdict.READ_TOO_LONG if stuck else Verdict.READ_FAILED)
+                    lease_id, handle = "", None
         self._let_go(engine)
         report = account.answer.report
         if lease_id:
@@ -499,16 +519,19 @@ class _Turn:
                 if account.kind is PlanKind.LOCAL:
                     self._let_go(engine)
                     raise _HolderGoneFault from None
-                engine = self._another(engine, fleet.decodes, tried)
-            except LostFault as fault:
-                if not fault.stale or account.answer.transfer is None:
-                    self._note_fault(engine, fault)
-                    raise engine_error(DECODE, fault) from None
-                # The lost request may have fetched prefill's KV, which can be fetched once.
-                account.lose_handover()
+                other = self._another(engine, fleet.decodes, tried)
+                if other is None:
+                    raise no_engine(DECODE) from None
+                engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
-                raise _told_of(DECODE, fault) from None
+                stale = isinstance(fault, LostFault) and fault.stale
+                other = None if stale else self._instead(engine, fault, fleet.decodes, tried)
+                if other is None and not (stale and account.answer.transfer is not None):
+                    raise _told_of(DECODE, fault) from None
+                engine = other or engine
+                # The lost request may have fetched prefill's KV, which can be fetched once.
+                account.lose_handover()
 
     async def _decode_once(self, engine: Engine) -> str | None:
         """Makes one attempt; raises EngineFault before the answer has begun, or EngineRefusal."""

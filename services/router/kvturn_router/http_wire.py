@@ -380,6 +380,9 @@ class ClientConnection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
+            if self._parser.get_method() == b"CONNECT":  # It asks for nothing else.
+                self._refuse(TurnError(405, "This is no proxy.", reason="METHOD_NOT_ALLOWED"))
+                return
             self._go_on_without_upgrade(data[upgrade.args[0] :])
         except httptools.HttpParserError as error:
             if self._refused is None:
@@ -442,6 +445,11 @@ class ClientConnection(asyncio.Protocol):
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
             self._refuse_body()
+            return
+        if self._headers.get("transfer-encoding", "chunked").lower() != "chunked":
+            self._refuse(
+                TurnError(501, "Of codings only chunked is read here.", reason="CODING_UNKNOWN")
+            )
             return
         admit = self.listener.admit
         if admit is not None and (refusal := admit(self._target, self._headers)) is not None:

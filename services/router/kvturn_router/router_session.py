@@ -89,7 +89,7 @@ class RouterSession:
         listener: EngineListener,
         clock_ns: Callable[[], int],
     ) -> None:
-        self._channels = channels
+        self.channels = channels
         self._listener = listener
         self._clock_ns = clock_ns
         self.turns = SessionTurns(router_id=router_id, question_deadline_ms=question_deadline_ms)
@@ -203,7 +203,7 @@ class RouterSession:
         if silent_since_ns is not None:
             self._tell("it is silent")
             if self._endpoint:
-                self._channels.silent(self._endpoint, silent_since_ns)
+                self.channels.silent(self._endpoint, silent_since_ns)
                 self._silent.set()
         self._arm()
 
@@ -215,7 +215,7 @@ class RouterSession:
         tried: list[str] = []
         verdict = Verdict.LEASE_SERVICE_UNREACHABLE
         while True:
-            endpoint = self._channels.leader.next(tried)
+            endpoint = self.channels.leader.next(tried)
             if endpoint is None:
                 self.turns.nobody_answers(verdict)
                 tried.clear()
@@ -235,19 +235,19 @@ class RouterSession:
         """Returns whether it had begun, and whether there was no store to begin it with."""
         asked_ns = self._clock_ns()
         store_unavailable = False
-        channel = self._channels.connect(endpoint)
+        channel = self.channels.connect(endpoint)
         problem = ""
         try:
             await self._hold_session(endpoint, channel)
         except grpc.aio.AioRpcError as error:
-            turned_away = self._channels.refused(endpoint, error, asked_ns)
+            turned_away = self.channels.refused(endpoint, error, asked_ns)
             store_unavailable = turned_away is not None and turned_away.store_unavailable
             problem = turned_away.reason if turned_away else error.code().name
         except TimeoutError:
-            self._channels.silent(endpoint, asked_ns)
+            self.channels.silent(endpoint, asked_ns)
             problem = "it is silent"
         except (asyncio.InvalidStateError, ConnectionError) as error:
-            self._channels.lost(endpoint)
+            self.channels.lost(endpoint)
             problem = str(error) or "the connection broke"
         except Exception:
             # What one session brought does not end those after it.
@@ -264,7 +264,7 @@ class RouterSession:
     async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         """Returns when another endpoint leads; raises when the session is over otherwise."""
         stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
-        call = stub.RouterSession(metadata=self._channels.metadata)  # type: ignore[call-arg]
+        call = stub.RouterSession(metadata=self.channels.metadata)  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await call.write(self.turns.open())
@@ -274,7 +274,7 @@ class RouterSession:
             self._endpoint = endpoint
             self.sessions += 1
             self._silent.clear()
-            self._channels.leads(endpoint)
+            self.channels.leads(endpoint)
             self._receive(first, first=True)
             self._tell("")
             self._gathered.set()
@@ -283,7 +283,7 @@ class RouterSession:
             call.cancel()
 
     async def _until_over(self, endpoint: str, call: "_Call") -> None:
-        moved = asyncio.ensure_future(self._channels.another_leads(endpoint))
+        moved = asyncio.ensure_future(self.channels.another_leads(endpoint))
         parts = [
             asyncio.ensure_future(part)
             for part in (self._read(call), self._write(call), self._until_silent())
@@ -324,7 +324,7 @@ class RouterSession:
         answering = self.turns.answering
         self.turns.receive(response, self._clock_ns())
         if not answering:
-            self._channels.leads(self._endpoint)
+            self.channels.leads(self._endpoint)
             self._tell("")
         if self.turns.refused != self._refused:
             self._refused = self.turns.refused
