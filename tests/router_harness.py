@@ -147,9 +147,6 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     """Whom it names then."""
     refused: int = 0
     """Questions that it refused so."""
-    resolved: list[lease_pb2.ResolveConversationRequest] = field(default_factory=list)
-    traceparents: list[str | None] = field(default_factory=list)
-    touches: list[tuple[str, int]] = field(default_factory=list)
     ended: list[common_pb2.ConversationKey] = field(default_factory=list)
     kept: list[lease_pb2.KeepConversationAliveRequest] = field(default_factory=list)
     engines: list[lease_pb2.Engine] = field(default_factory=list)
@@ -178,20 +175,6 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     async def stop(self) -> None:
         await self._server.stop(None)
 
-    async def until_touched(self, count: int) -> None:
-        """Waits until signs of life add up to so many calls."""
-        async with asyncio.timeout(GUARD_S):
-            while len(self.touches) < count:
-                self.changed.clear()
-                await self.changed.wait()
-
-    async def until_refused(self, count: int) -> None:
-        """Waits until it has refused so many questions."""
-        async with asyncio.timeout(GUARD_S):
-            while self.refused < count:
-                self.changed.clear()
-                await self.changed.wait()
-
     async def _answerable(self, context: Any) -> None:
         if self.silent:
             await asyncio.Event().wait()
@@ -204,19 +187,6 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
             detail.Pack(info)
             rich = status_pb2.Status(code=grpc.StatusCode.UNAVAILABLE.value[0], details=[detail])
             await context.abort_with_status(rpc_status.to_status(rich))
-
-    async def ResolveConversation(self, request: Any, context: Any) -> Any:
-        self.resolved.append(request)
-        metadata = dict(context.invocation_metadata() or ())
-        self.traceparents.append(metadata.get("traceparent"))
-        await self._answerable(context)
-        number = common_pb2.Verdict.Value(f"VERDICT_{self.verdict}")
-        return lease_pb2.ResolveConversationResponse(
-            lease_id=self.lease_id,
-            verdict=None if self.lease_id else number,
-            http_address=self.http_address,
-            longest_read=_milliseconds(self.longest_read_ms),
-        )
 
     async def RouterSession(self, request_iterator: Any, context: Any) -> None:
         await self._answerable(context)
@@ -269,11 +239,14 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
                 self.changed.clear()
                 await self.changed.wait()
 
-    async def TouchConversation(self, request: Any, context: Any) -> Any:
+    async def ListTurns(self, request: Any, context: Any) -> Any:
         await self._answerable(context)
-        self.touches.append((request.conversation.conversation_id, request.turns_in_flight_delta))
-        self.changed.set()
-        return lease_pb2.TouchConversationResponse()
+        key = request.conversation
+        turns = {begin.turn_id for begin in self.begun if begin.conversation == key}
+        reports = [end.report for end in self.turns_ended if end.turn_id in turns]
+        if not turns:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such conversation")
+        return lease_pb2.ListTurnsResponse(turns=reports)
 
     async def GetLease(self, request: Any, context: Any) -> Any:
         await self._answerable(context)

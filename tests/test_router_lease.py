@@ -4,12 +4,14 @@ import asyncio
 import contextlib
 import hashlib
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, Reply, Seen
+
+from kvturn.v1 import common_pb2, lease_pb2
 
 REPORT = {
     "verdict": "reused",
@@ -38,6 +40,7 @@ async def test_a_lease_goes_to_prefill_and_the_turn_to_its_holder():
         await leased(rig)
         answer = await rig.post(turn_body(conversation_id="c1"))
         named = {"tenant": "", "model": "m", "conversation": "c1", "turn": 1}
+        own = rig.lease.begun[0].points[0].hex()
         prefill = rig.prefill.turns[0].json["kv_transfer_params"]
         assert prefill == {
             "do_remote_decode": True,
@@ -45,7 +48,7 @@ async def test_a_lease_goes_to_prefill_and_the_turn_to_its_holder():
             "kvturn": named | {"lease_id": "inc.1.1"},
         }
         decode = rig.decodes[1].turns[0].json["kv_transfer_params"]
-        assert decode == rig.prefill.handle | {"kvturn": named}
+        assert decode == rig.prefill.handle | {"kvturn": named | {"history": own}}
         assert {name: answer.headers[f"x-kvturn-{name}"] for name in ("conversation", "turn")} == {
             "conversation": "c1",
             "turn": "1",
@@ -93,26 +96,29 @@ async def test_without_a_lease_the_verdict_is_the_services(verdict):
 
 
 async def test_a_turn_with_reuse_off_is_unknown_to_everyone():
-    """X-Kvturn-Reuse: off reads nothing and retains nothing; the service is not even asked."""
+    """X-Kvturn-Reuse: off reads nothing and retains nothing; only its being in flight is told."""
     async with router(lease=FakeLease()) as rig:
         await leased(rig)
         answer = await rig.post(turn_body(), headers=[("X-Kvturn-Reuse", "off")])
         assert answer.verdict == "turned_off"
         assert "kvturn" not in rig.prefill.turns[0].json["kv_transfer_params"]
         assert "kvturn" not in rig.decode.turns[0].json["kv_transfer_params"]
-        assert rig.lease.resolved == []
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        assert [(begin.reuse, len(begin.points)) for begin in rig.lease.begun] == [(False, 0)]
+        assert not rig.lease.turns_ended[0].retains
         wrong = await rig.post(turn_body(), headers=[("X-Kvturn-Reuse", "maybe")])
         assert wrong.json["error"]["param"] == "X-Kvturn-Reuse"
 
 
 async def test_a_turn_for_decode_alone_is_not_offered():
-    """n = 2 under a lease service: plain, and nothing is asked of the service."""
+    """n = 2 under a lease service: plain, and the service is asked for nothing."""
     async with router(lease=FakeLease()) as rig:
         await leased(rig)
         answer = await rig.post(turn_body(n=2))
         assert answer.verdict == "not_offered"
         assert "kv_transfer_params" not in rig.decode.turns[0].json
-        assert rig.lease.resolved == []
+        await rig.lease.until(lambda: rig.lease.begun)
+        assert not rig.lease.begun[0].reuse
 
 
 async def test_a_silent_lease_service_costs_a_turn_the_question_deadline():
@@ -139,35 +145,42 @@ async def test_an_absent_lease_service_fails_nothing():
 
 
 @contextlib.asynccontextmanager
-async def lease_services(count: int, *flags: str) -> AsyncIterator[tuple[Rig, list[FakeLease]]]:
-    """A router that is given all but the last of these lease services."""
-    services = [await FakeLease().start() for _ in range(count)]
-    given = ",".join(service.address for service in services[:-1])
+async def lease_services(services: Sequence[FakeLease], *flags: str) -> AsyncIterator[Rig]:
+    """A router that is given these lease services."""
+    for service in services:
+        if not service.address:
+            await service.start()
+    given = ",".join(service.address for service in services)
     try:
         async with router(f"--lease={given}", "--question-deadline-ms=5000", *flags) as rig:
-            yield rig, services
+            yield rig
     finally:
         for service in services:
             await service.stop()
 
 
 async def test_a_turn_follows_the_leader_that_a_standby_names():
-    """The third, at once; from then on it is asked first, and hears of turns in flight."""
-    async with lease_services(4) as (rig, (first, second, third, _)):
-        first.standby, first.leader, third.verdict = "NOT_LEADER", third.address, "CONSUMED"
+    """The third, at once; the second is not asked."""
+    first, second = FakeLease(standby="NOT_LEADER"), FakeLease()
+    third = await FakeLease(verdict="CONSUMED").start()
+    first.leader = third.address
+    async with lease_services([first, second, third]) as rig:
         for _turn in range(2):
             assert (await rig.post(turn_body(conversation_id="c1"))).verdict == "consumed"
-        await third.until_touched(1)
-        assert (len(second.resolved), len(third.resolved)) == (0, 2)
-        assert len(first.resolved) <= 1
+        assert (len(second.begun), len(third.begun)) == (0, 2)
 
 
 async def test_a_leader_that_the_router_was_not_given_is_not_asked():
     """A standby names a stranger: the next one of ours is asked."""
-    async with lease_services(3) as (rig, (first, second, stranger)):
-        first.standby, first.leader, second.verdict = "NOT_LEADER", stranger.address, "CONSUMED"
-        assert (await rig.post(turn_body())).verdict == "consumed"
-        assert stranger.resolved == []
+    stranger = await FakeLease().start()
+    first = FakeLease(standby="NOT_LEADER", leader=stranger.address)
+    second = FakeLease(verdict="CONSUMED")
+    try:
+        async with lease_services([first, second]) as rig:
+            assert (await rig.post(turn_body())).verdict == "consumed"
+            assert stranger.hellos == []
+    finally:
+        await stranger.stop()
 
 
 @pytest.mark.parametrize(
@@ -179,22 +192,23 @@ async def test_a_leader_that_the_router_was_not_given_is_not_asked():
     ],
 )
 async def test_without_a_leader_a_turn_recomputes(reason, verdict):
-    """Everybody is asked once, nobody leads; clients that want more than a turn are told."""
-    async with lease_services(3) as (rig, services):
-        for service in services:
-            service.standby = reason
+    """Nobody leads: turns do not wait; clients that want more than a turn are told."""
+    services = [FakeLease(standby=reason), FakeLease(standby=reason)]
+    async with lease_services(services, "--question-deadline-ms=5000") as rig:
+        await rig.until(lambda: all(service.refused for service in services))
         answer = await rig.post(turn_body())
         assert (answer.status, answer.verdict) == (200, verdict)
-        assert [len(service.resolved) for service in services] == [1, 1, 0]
         kept = await rig.ask("POST", "/kvturn/v1/conversations/c1/keepalive?model=m", b"")
         assert kept.status == 503
         services[1].standby = ""
+        await rig.until(lambda: services[1].hellos)
         assert (await rig.post(turn_body())).verdict == "first_turn"
 
 
-async def test_the_service_hears_when_turns_begin_and_end():
-    """+1 when a turn begins, -1 when it ends, in that order, also for a turn that failed."""
+async def test_the_service_hears_when_turns_begin_and_how_they_ended():
+    """A turn in flight is known as such; its end brings the report that clients get."""
     async with router(lease=FakeLease()) as rig:
+        await leased(rig)
         release = asyncio.Event()
 
         async def held(seen: Seen, reply: Reply) -> None:
@@ -203,53 +217,104 @@ async def test_the_service_hears_when_turns_begin_and_end():
 
         rig.prefill.script(CHAT, held)
         turn = asyncio.create_task(rig.post(turn_body(conversation_id="c1")))
-        await rig.lease.until_touched(1)
-        assert rig.lease.touches == [("c1", 1)]
+        await rig.lease.until(lambda: rig.lease.begun)
+        begun = rig.lease.begun[0]
+        assert (begun.conversation.conversation_id, begun.recognise) == ("c1", False)
+        assert begun.reuse
+        assert rig.lease.turns_ended == []
         release.set()
-        await turn
-        await rig.lease.until_touched(2)
-        assert rig.lease.touches == [("c1", 1), ("c1", -1)]
+        answer = await turn
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        ended = rig.lease.turns_ended[0]
+        assert (ended.turn_id, ended.retains) == (begun.turn_id, True)
+        assert ended.report.verdict == common_pb2.VERDICT_REUSED
+        assert ended.report.plan == common_pb2.PLAN_KIND_PULL
+        assert ended.report.reused_tokens == int(answer.headers["x-kvturn-reused-tokens"])
+        assert ended.report.decode_engine == rig.decode.url
 
 
-async def test_the_end_of_a_turn_is_told_once_somebody_leads_again():
-    """However often it was refused: a turn that never ends would keep the conversation's KV."""
+async def test_a_turn_that_fails_ends_without_a_report():
+    """Prefill refuses the body: nothing was served, nothing is retained."""
     async with router(lease=FakeLease()) as rig:
 
-        async def answers_without_leader(seen: Seen, reply: Reply) -> None:
-            await rig.lease.until_touched(1)
-            rig.lease.standby = "STORE_UNAVAILABLE"
-            await reply.json(rig.prefill.prefill_answer())
+        async def play(seen: Seen, reply: Reply) -> None:
+            await reply.json({"error": {"message": "too long"}}, 400)
 
-        rig.prefill.script(CHAT, answers_without_leader)
-        await rig.post(turn_body(conversation_id="c1"))
-        await rig.lease.until_refused(5)
-        rig.lease.standby = ""
-        await rig.lease.until_touched(2)
-        assert rig.lease.touches == [("c1", 1), ("c1", -1)]
+        rig.prefill.script(CHAT, play)
+        await rig.post(turn_body())
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        ended = rig.lease.turns_ended[0]
+        assert (ended.retains, ended.HasField("report")) == (False, False)
 
 
-async def test_a_grant_on_its_way_is_waited_for():
-    """Right after turn 1 the service is asked for turn 1's grant; in a new one for none."""
-    async with router(lease=FakeLease()) as rig:
-        rig.prefill.report = REPORT
-        await rig.post(turn_body(conversation_id="c1"))
-        await rig.post(turn_body(conversation_id="c1"))
-        first, second = rig.lease.resolved
-        assert (first.expected_turn, first.HasField("wait")) == (0, False)
-        assert second.expected_turn == 1
-        assert 0 < second.wait.ToMilliseconds() < 5000
-        assert kvturn(rig.prefill.turns[1])["turn"] == 2
-
-
-async def test_no_grant_is_waited_for_where_none_can_come():
-    """Engines without our connector, and turns that retain nothing, announce no grant."""
+async def test_no_grant_is_announced_where_none_can_come():
+    """Engines without our connector retain nothing that the next turn could wait for."""
     async with router(lease=FakeLease()) as rig:
         await rig.post(turn_body(conversation_id="c1"))
-        await rig.post(turn_body(conversation_id="c1"))
-        rig.prefill.report = REPORT
-        await rig.post(turn_body(conversation_id="c2"), headers=[("X-Kvturn-Reuse", "off")])
-        await rig.post(turn_body(conversation_id="c2"))
-        assert [request.expected_turn for request in rig.lease.resolved] == [0, 0, 0]
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        assert not rig.lease.turns_ended[0].retains
+
+
+async def test_the_id_that_the_service_recognised_is_the_turns():
+    """No id was given: what the service says goes to engines, headers and reports."""
+
+    class Recognising(FakeLease):
+        def answer_to(self, begin: lease_pb2.BeginTurn) -> lease_pb2.TurnBegun:
+            begun = super().answer_to(begin)
+            begun.conversation_id = "conv-known"
+            return begun
+
+    async with router(lease=Recognising()) as rig:
+        answer = await rig.post(turn_body())
+        begun = rig.lease.begun[0]
+        assert begun.recognise
+        assert begun.conversation.conversation_id.startswith("conv-")
+        assert answer.headers["x-kvturn-conversation"] == "conv-known"
+        assert kvturn(rig.decode.turns[0])["conversation"] == "conv-known"
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        assert rig.lease.turns_ended[0].report.conversation_id == "conv-known"
+
+
+async def test_a_short_suffix_is_computed_by_the_holder_alone():
+    """The holder has all but a few tokens: no prefill leg, verdict local, tokens by its grant."""
+
+    class Holding(FakeLease):
+        def answer_to(self, begin: lease_pb2.BeginTurn) -> lease_pb2.TurnBegun:
+            begun = super().answer_to(begin)
+            begun.token_count, begun.prompt_tokens, begun.extends = 4000, 3900, True
+            return begun
+
+    async with router("--plan=local", lease=Holding()) as rig:
+        await leased(rig)
+        answer = await rig.post(turn_body(conversation_id="c1"))
+        assert (answer.status, answer.verdict) == (200, "local")
+        assert answer.headers["x-kvturn-plan"] == "local"
+        assert rig.prefill.turns == []
+        transfer = rig.decode.turns[0].json["kv_transfer_params"]
+        assert list(transfer) == ["kvturn"]
+        assert transfer["kvturn"]["conversation"] == "c1"
+        assert "lease_id" not in transfer["kvturn"]
+        # The engine's own number says what it did not compute.
+        assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+        turn_id = rig.lease.begun[0].turn_id
+        tokens = {"token_count": 4021, "prompt_tokens": 4010, "local_cached_tokens": 3984}
+        await rig.lease.push(retained=[lease_pb2.TurnRetained(turn_id=turn_id, **tokens)])
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        ended = rig.lease.turns_ended[0]
+        assert ended.retains
+        assert ended.report.local_tokens == 3984
+
+
+async def test_a_holder_that_refuses_a_local_turn_is_done_without():
+    """Its port is closed by then: another decode engine serves, prefill computes, engine_lost."""
+    async with router("--plan=local", decodes=2, lease=FakeLease()) as rig:
+        await leased(rig)
+        await rig.decodes[1].stop()
+        answer = await rig.post(turn_body())
+        assert (answer.status, answer.verdict) == (200, "engine_lost")
+        assert len(rig.prefill.turns) == 1
+        assert "lease_id" not in kvturn(rig.prefill.turns[0])
+        assert len(rig.decodes[0].turns) == 1
 
 
 @pytest.mark.parametrize("failure", ["500", "abort"])
@@ -341,9 +406,10 @@ async def test_a_slow_prefill_whose_read_is_over_is_left_alone():
 @pytest.mark.parametrize(("failover", "forgotten"), [(False, True), (True, True), (True, False)])
 async def test_a_read_that_nobody_knows_is_over_unless_another_leads_by_now(failover, forgotten):
     """The leader that granted it would know of a stuck one; its successor at most the lease."""
-    async with lease_services(3, "--read-margin-ms=20") as (rig, (first, second, _)):
-        first.lease_id, first.longest_read_ms, first.http_address = "inc.1.1", 50, rig.decode.url
-        first.forgotten, second.forgotten = True, forgotten
+    first = FakeLease(lease_id="inc.1.1", longest_read_ms=50, forgotten=True)
+    second = FakeLease(forgotten=forgotten)
+    async with lease_services([first, second], "--read-margin-ms=20") as rig:
+        first.http_address = rig.decode.url
         rig.prefill.report = REPORT
 
         async def play(seen: Seen, reply: Reply) -> None:
@@ -368,7 +434,8 @@ async def test_a_lost_holder_is_not_read_from():
     async with router("--health-failures=1", decodes=2, lease=FakeLease()) as rig:
         await leased(rig)
         rig.decodes[1].healthy = False
-        await rig.until(lambda: not rig.server._fleet.decodes[1].usable)
+        holder = rig.server._fleet.holder(rig.decodes[1].url)
+        await rig.until(lambda: not holder.usable)
         answer = await rig.post(turn_body())
         assert (answer.status, answer.verdict) == (200, "engine_lost")
         assert len(rig.decodes[0].turns) == 1
@@ -381,7 +448,7 @@ async def test_tenants_are_told_apart_by_key_and_the_key_stays_unknown():
         for key in ("secret-a", "secret-b"):
             await rig.post(turn_body(), headers=[("Authorization", f"Bearer {key}")])
         await rig.post(turn_body())
-        tenants = [request.conversation.tenant for request in rig.lease.resolved]
+        tenants = [begin.conversation.tenant for begin in rig.lease.begun]
         digest = hashlib.sha256(b"secret-a").hexdigest()[:16]
         assert tenants[0] == f"key-{digest}"
         assert len(set(tenants)) == 3
@@ -394,7 +461,7 @@ async def test_a_configured_header_names_the_tenant():
     async with router("--tenant-header=X-Tenant", lease=FakeLease()) as rig:
         headers = [("x-tenant", "acme"), ("Authorization", "Bearer k")]
         await rig.post(turn_body(), headers=headers)
-        assert rig.lease.resolved[0].conversation.tenant == "acme"
+        assert rig.lease.begun[0].conversation.tenant == "acme"
 
 
 async def test_a_conversation_can_be_seen_ended_and_kept_alive():
@@ -404,6 +471,7 @@ async def test_a_conversation_can_be_seen_ended_and_kept_alive():
     async with router(lease=FakeLease()) as rig:
         await leased(rig)
         await rig.post(turn_body(conversation_id="a/b"), headers=mine)
+        await rig.lease.until(lambda: rig.lease.turns_ended)
         told = (await rig.ask("GET", path, headers=mine)).json
         assert told["conversation_id"] == "a/b"
         assert [turn["verdict"] for turn in told["turns"]] == ["reused"]

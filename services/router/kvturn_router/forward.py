@@ -516,9 +516,7 @@ class _Turn:
                 return await self._decode_once(engine)
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
-                if account.kind is PlanKind.LOCAL:
-                    self._let_go(engine)
-                    raise _HolderGoneFault from None
+                self._check_holder(engine)
                 other = self._another(engine, fleet.decodes, tried)
                 if other is None:
                     raise no_engine(DECODE) from None
@@ -526,12 +524,20 @@ class _Turn:
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
                 stale = isinstance(fault, LostFault) and fault.stale
+                if isinstance(fault, LostFault):
+                    self._check_holder(engine)
                 other = None if stale else self._instead(engine, fault, fleet.decodes, tried)
                 if other is None and not (stale and account.answer.transfer is not None):
                     raise _told_of(DECODE, fault) from None
                 engine = other or engine
                 # The lost request may have fetched prefill's KV, which can be fetched once.
                 account.lose_handover()
+
+    def _check_holder(self, engine: Engine) -> None:
+        """Ends an attempt to be served by the holder alone: without it there is no reason to be."""
+        if self._account.kind is PlanKind.LOCAL:
+            self._let_go(engine)
+            raise _HolderGoneFault
 
     async def _decode_once(self, engine: Engine) -> str | None:
         """Makes one attempt; raises EngineFault before the answer has begun, or EngineRefusal."""
@@ -653,7 +659,7 @@ class _Turn:
 
 
 class _HolderGoneFault(Exception):
-    """The engine that was to serve the turn alone refused its connection."""
+    """The engine that was to serve the turn alone is gone; the client has got nothing yet."""
 
 
 def _give_back(choice: Choice[Engine]) -> None:
