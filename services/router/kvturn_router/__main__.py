@@ -36,9 +36,10 @@ from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import Legs, RequestIds
 from kvturn_router.router_session import RouterSession
 from kvturn_router.server import ListenError, RouterServer, address_of
+from kvturn_router.span_export import OtlpExporter
 from kvturn_router.stock import HandleBook
 from kvturn_router.stock_reuse import StockReuse
-from kvturn_router.telemetry import Telemetry, otlp_exporter
+from kvturn_router.telemetry import Telemetry
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
 EXIT_OK = 0
@@ -84,7 +85,7 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
 
 
 def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
-    exporter = otlp_exporter(config.otlp_endpoint) if config.otlp_endpoint else None
+    exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
     telemetry = Telemetry(exporter)
     try:
         uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))

@@ -35,9 +35,10 @@ from kvturn_router.prefill_answer import (
     read_answer,
 )
 from kvturn_router.read_watch import ReadWatch, StuckReadFault
+from kvturn_router.span_wire import Attribute
 from kvturn_router.stock import Handle, StockTap
 from kvturn_router.stock_reuse import StockReuse
-from kvturn_router.telemetry import Attribute, TurnSpan, TurnTracer
+from kvturn_router.telemetry import TurnSpan, TurnTracer
 from kvturn_router.usage import StreamUsage, usage_tokens, with_cached_tokens
 from kvturn_router.verdict import Verdict
 
@@ -174,7 +175,7 @@ class Forwarder:
                 request,
                 request.path,
                 parts,
-                TurnSpan(None, None, None),
+                TurnSpan(None),
                 silence_s=self.limits.prefill_silence_s,
                 again_if_stale=False,
             )
