@@ -20,7 +20,7 @@ from kvturn.recognition import minted_id
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
-from kvturn_router.conversation import ConversationBook
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
 from kvturn_router.fleet import FLAGS, Fleet
 from kvturn_router.forward import Forwarder, TurnLimits

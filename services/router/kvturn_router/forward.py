@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from kvturn_router.body import decode_parts, prefill_parts
-from kvturn_router.conversation import ConversationBook, ConversationKey, TurnReport
+from kvturn_router.conversation import ConversationKey, TurnReport
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet

@@ -18,11 +18,11 @@ from grpc_reflection.v1alpha import reflection
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.conversation import (
-    ConversationBook,
     ConversationKey,
     checked_absence_s,
     checked_name,
 )
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import Fleet
 from kvturn_router.forward import Forwarder

@@ -11,13 +11,13 @@ import msgspec
 
 from kvturn_router.body import given_number, parse
 from kvturn_router.conversation import (
-    ConversationBook,
     ConversationKey,
     TurnReport,
     checked_absence_s,
     checked_name,
     header_value,
 )
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.engine_http import EngineFault, Exchange
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.fleet import DECODE, Engine, Fleet
