@@ -208,9 +208,10 @@ def test_where_nothing_is_held_the_verdict_is_the_resolutions(fleet, verdict):
 )
 def test_where_it_is_not_known_what_is_still_equal_prefill_finds_out(fleet, resolution):
     """An edited history, an older lease service, a stock handle: a read is tried."""
-    plan = fleet.choose(resolution)
-    assert (plan.kind, plan.lease_id) == (PlanKind.PULL, resolution.lease_id)
-    assert plan.reason == "only_way at_holder"
+    for thresholds in ({}, {"pull_tokens_min": 4096}, {"local_suffix_tokens_max": 4096}):
+        plan = fleet.choose(resolution, **thresholds)
+        assert (plan.kind, plan.lease_id) == (PlanKind.PULL, resolution.lease_id)
+        assert plan.reason == "only_way at_holder"
 
 
 def test_flags_fix_the_way(fleet):

@@ -1,14 +1,14 @@
 """Which conversation a turn belongs to, and what is remembered of it."""
 
+import tracemalloc
+
 import pytest
 
 from kvturn.v1 import common_pb2
 from kvturn_router.body import parse
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.conversation import (
-    REPORTS_MAX,
     SESSION_HEADERS,
-    ConversationBook,
     ConversationKey,
     Naming,
     TurnReport,
@@ -16,6 +16,7 @@ from kvturn_router.conversation import (
     naming_of,
     session_of,
 )
+from kvturn_router.conversation_book import REPORTS_MAX, ConversationBook
 from kvturn_router.errors import TurnError
 from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
@@ -116,6 +117,42 @@ def test_turns_are_counted_and_the_latest_are_kept():
         book.end_turn(KEY, report(turn), 0)
     turns = [kept.turn for kept in book.reports(KEY) or []]
     assert turns == list(range(6, REPORTS_MAX + 6))
+
+
+def test_a_report_is_remembered_as_it_was():
+    """Every field comes back, times to a microsecond; what is out of range is cut."""
+    book = ConversationBook(10)
+    reports = [
+        TurnReport(
+            turn, verdict, 1 << 20, 7, 9, 12.345, 0.001, 1 << 40, plan, 600_000.0, 3, "http://p", d
+        )
+        for turn, (verdict, plan, d) in enumerate(
+            [(verdict, "local", "http://d") for verdict in Verdict] + [(Verdict.LOCAL, "", "")]
+        )
+    ]
+    for told in reports:
+        book.begin_turn(KEY)
+        book.end_turn(KEY, told, 0)
+    assert book.reports(KEY) == reports
+    book.end_turn(KEY, reports[0]._replace(prompt_tokens=1 << 40, prefill_ms=1e12), 0)
+    cut = (book.reports(KEY) or [])[-1]
+    assert (cut.prompt_tokens, cut.prefill_ms) == ((1 << 32) - 1, ((1 << 32) - 1) / 1000)
+
+
+def test_an_idle_conversation_takes_less_than_a_kilobyte():
+    """Ten turns each, with all that is kept of them, names included."""
+    count = 2_000
+    book = ConversationBook(count)
+    tracemalloc.start()
+    for number in range(count):
+        key = ConversationKey("key-0123456789abcdef", "a-model", f"conversation-{number:030d}")
+        for turn in range(10):
+            book.begin_turn(key)
+            book.end_turn(key, report(turn + 1), 0)
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(book) == count
+    assert taken / count < 1024
 
 
 def test_the_least_recent_conversation_is_forgotten_first():

@@ -315,6 +315,18 @@ def test_a_fit_finds_rates_far_from_its_prior(factor):
         assert fit.deviation(units, 30 * SECOND_NS) < 0.2
 
 
+def test_a_fit_follows_what_changes_slowly():
+    """After 500 observations, steps of a tenth, none of them an outlier: it keeps up."""
+    fit = Fit((10.0, 1.0))
+    true = 100.0
+    for index in range(500):
+        fit.learn(100.0, true, index)
+    for index in range(100):
+        true *= 1.0 if index % 10 else 1.1
+        fit.learn(100.0, true, 500 + index)
+    assert fit.value(100.0) == pytest.approx(true, rel=0.15)
+
+
 def test_a_fit_stays_positive_and_finite_under_anything():
     """Wild observations in any order: values stay positive, deviations within bounds."""
     rng = random.Random(11)

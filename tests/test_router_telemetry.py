@@ -4,43 +4,66 @@ import asyncio
 import json
 import logging
 import time
+from collections.abc import Sequence
 
 import pytest
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.proto.trace.v1 import trace_pb2
+from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.sdk.util.instrumentation import InstrumentationScope
+from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
-from kvturn_router.telemetry import Telemetry, otlp_exporter, trace_context
+from kvturn_router.span_export import OtlpExporter, request_of
+from kvturn_router.span_wire import CLIENT, SERVER, Span, span_bytes
+from kvturn_router.telemetry import Telemetry, trace_context
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+
+def told(span: trace_pb2.Span) -> dict[str, str | int | float]:
+    """Returns a span's attributes."""
+    return {
+        item.key: getattr(item.value, str(item.value.WhichOneof("value")))
+        for item in span.attributes
+    }
 
 
 class Recording:
     """Telemetry that a test can read."""
 
     def __init__(self) -> None:
-        self.exporter = InMemorySpanExporter()
-        self.telemetry = Telemetry(self.exporter)
+        self._spans: list[bytes] = []
+        self.telemetry = Telemetry(self)
 
-    def spans(self, trace: str | None = None) -> list[ReadableSpan]:
-        assert self.telemetry._provider is not None
-        self.telemetry._provider.force_flush()
-        return [
-            span
-            for span in self.exporter.get_finished_spans()
-            if trace is None or f"{span.context.trace_id:032x}" == trace
+    def export(self, spans: Sequence[bytes]) -> bool:
+        self._spans += spans
+        return True
+
+    def shutdown(self) -> None:
+        return
+
+    def spans(self, trace: str | None = None) -> list[trace_pb2.Span]:
+        self.telemetry.flush()
+        (resource_spans,) = request_of(self._spans).resource_spans
+        (attribute,) = [
+            item for item in resource_spans.resource.attributes if item.key == "service.name"
         ]
+        assert attribute.value.string_value == "kvturn-router"
+        (scope,) = resource_spans.scope_spans
+        return [span for span in scope.spans if trace is None or span.trace_id.hex() == trace]
 
-    def turn(self, trace: str | None = None) -> ReadableSpan:
+    def turn(self, trace: str | None = None) -> trace_pb2.Span:
         (turn,) = [span for span in self.spans(trace) if span.name == "turn"]
         return turn
 
 
-def span_id(traceparent: str | None) -> int:
+def span_id(traceparent: str | None) -> bytes:
     assert traceparent is not None
-    return int(traceparent.split("-")[2], 16)
+    return bytes.fromhex(traceparent.split("-")[2])
 
 
 async def test_a_turn_is_one_trace_across_all_processes():
@@ -59,22 +82,22 @@ async def test_a_turn_is_one_trace_across_all_processes():
         await rig.post(body, headers=[("traceparent", PARENT), ("tracestate", "a=b")])
         spans = {span.name: span for span in recording.spans(TRACE)}
         turn = spans.pop("turn")
-        assert turn.parent is not None
-        assert turn.parent.span_id == span_id(PARENT)
+        assert turn.parent_span_id == span_id(PARENT)
+        assert turn.kind == trace_pb2.Span.SPAN_KIND_SERVER
         assert set(spans) == {"resolve", "plan", "prefill", "decode"}
         for span in spans.values():
-            assert span.parent is not None
-            assert span.parent.span_id == turn.context.span_id
+            assert span.parent_span_id == turn.span_id
+            assert turn.start_time_unix_nano <= span.start_time_unix_nano
+            assert span.start_time_unix_nano <= span.end_time_unix_nano <= turn.end_time_unix_nano
         prefill, decode = rig.prefill.turns[0], rig.decode.turns[0]
         for seen, name in ((prefill, "prefill"), (decode, "decode")):
             header = seen.header("traceparent")
-            assert span_id(header) == spans[name].context.span_id
+            assert span_id(header) == spans[name].span_id
             assert seen.json["kv_transfer_params"]["kvturn"]["traceparent"] == header
             assert seen.header("tracestate") == "a=b"
-        assert span_id(rig.lease.traceparents[0]) == spans["resolve"].context.span_id
-        told = dict(turn.attributes or {})
+        assert span_id(rig.lease.traceparents[0]) == spans["resolve"].span_id
         prefill_url, decode_url = rig.prefill.url, rig.decode.url
-        assert told == {
+        assert told(turn) == {
             "gen_ai.operation.name": "chat",
             "gen_ai.conversation.id": "c1",
             "gen_ai.request.model": "m",
@@ -91,8 +114,41 @@ async def test_a_turn_is_one_trace_across_all_processes():
             "kvturn.prefill.engine": prefill_url,
             "kvturn.decode.engine": decode_url,
         }
-        resource = dict(turn.resource.attributes)
-        assert resource["service.name"] == "kvturn-router"
+
+
+@pytest.mark.parametrize("parent", ["", "b7ad6b7169203331"])
+@pytest.mark.parametrize("fault", [None, "", "the engine is gone"])
+@pytest.mark.parametrize("text", ["", "c1", "\u8bf7" * 100, "x" * 20_000])
+@pytest.mark.parametrize("number", [0, 127, 128, 1 << 40])
+def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number):
+    """Byte by byte what the library's own encoder makes of the same span, once it is read."""
+    attributes = {"a.text": text, "a.number": number, "a.ms": 1.25, "a" * 200: "v"}
+    own = Span(
+        TRACE, "00000000000000ff", parent, bool(parent), "t", SERVER, 1 << 60, 5, attributes, fault
+    )
+    child = own._replace(kind=CLIENT, parent_id="00000000000000fe", parent_is_remote=False)
+
+    def context(span_id: str, *, remote: bool = False) -> SpanContext:
+        return SpanContext(int(TRACE, 16), int(span_id, 16), remote, TraceFlags(1))
+
+    def readable(span: Span) -> ReadableSpan:
+        above = context(span.parent_id, remote=span.parent_is_remote) if span.parent_id else None
+        return ReadableSpan(
+            span.name,
+            context=context(span.span_id),
+            parent=above,
+            resource=Resource.create({"service.name": "kvturn-router"}),
+            attributes=span.attributes,
+            kind=SpanKind.SERVER if span.kind == SERVER else SpanKind.CLIENT,
+            status=Status(StatusCode.UNSET if fault is None else StatusCode.ERROR, fault),
+            start_time=span.began_ns,
+            end_time=span.ended_ns,
+            instrumentation_scope=InstrumentationScope("kvturn.router"),
+        )
+
+    assert request_of([span_bytes(own), span_bytes(child)]) == encode_spans(
+        [readable(own), readable(child)]
+    )
 
 
 async def test_fifty_turns_at_once_keep_their_traces_apart():
@@ -116,14 +172,14 @@ async def test_fifty_turns_at_once_keep_their_traces_apart():
             )
         )
         turns = [span for span in recording.spans() if span.name == "turn"]
-        by_id = {span.attributes["gen_ai.conversation.id"]: span for span in turns}
+        by_id = {told(span)["gen_ai.conversation.id"]: span for span in turns}
         for number in range(50):
             span = by_id.get(f"c{number}")
             if number % 5 == 3:
                 assert span is None, "an unsampled trace is not recorded"
                 continue
             assert span is not None
-            same = f"{span.context.trace_id:032x}" == f"{number + 1:032x}"
+            same = span.trace_id.hex() == f"{number + 1:032x}"
             assert same is (number % 5 not in (1, 2))
         for seen in rig.prefill.turns + rig.decode.turns:
             assert seen.header("traceparent") is not None
@@ -178,7 +234,7 @@ async def test_a_client_that_leaves_marks_its_turn_and_nothing_is_logged(caplog)
             await rig.until(lambda: rig.server._forwarder.in_flight == 0)
             turns = [span for span in recording.spans() if span.name == "turn"]
             assert len(turns) == 20
-            assert {span.status.description for span in turns} == {"the client is gone"}
+            assert {span.status.message for span in turns} == {"the client is gone"}
     assert not [record for record in caplog.records if "opentelemetry" in record.name]
 
 
@@ -210,15 +266,15 @@ async def test_no_attribute_is_ever_missing_or_of_another_kind(caplog):
         "gen_ai.usage.input_tokens": int,
     }
     for turn in turns:
-        told = dict(turn.attributes or {})
-        assert {name: type(told[name]) for name in kinds} == kinds
-        assert "capital" not in json.dumps(told)
+        attributes = told(turn)
+        assert {name: type(attributes[name]) for name in kinds} == kinds
+        assert "capital" not in json.dumps(attributes)
     assert not [record for record in caplog.records if "opentelemetry" in record.name]
 
 
 async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(caplog):
     """A closed port: turns are served, one warning comes, and the shutdown takes its bound."""
-    telemetry = Telemetry(otlp_exporter("http://127.0.0.1:1"))
+    telemetry = Telemetry(OtlpExporter("http://127.0.0.1:1"))
     with caplog.at_level(logging.WARNING):
         async with router(telemetry=telemetry) as rig:
             for _ in range(20):

@@ -22,7 +22,7 @@ from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.admission import Admission
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
-from kvturn_router.conversation import ConversationBook
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.costs import Costs
 from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
 from kvturn_router.engines_front import EnginesFront
@@ -40,9 +40,10 @@ from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import Legs, RequestIds
 from kvturn_router.router_session import RouterSession
 from kvturn_router.server import ListenError, RouterServer, address_of
+from kvturn_router.span_export import OtlpExporter
 from kvturn_router.stock import HandleBook
 from kvturn_router.stock_reuse import StockReuse
-from kvturn_router.telemetry import Telemetry, otlp_exporter
+from kvturn_router.telemetry import Telemetry
 from kvturn_router.waiting import WaitingRoom
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
@@ -92,7 +93,7 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
 
 
 def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
-    exporter = otlp_exporter(config.otlp_endpoint) if config.otlp_endpoint else None
+    exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
     telemetry = Telemetry(exporter)
     try:
         uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))

@@ -9,7 +9,7 @@ from kvturn_router.conversation import TurnReport
 from kvturn_router.costs import Forecast, Took
 from kvturn_router.intake import CHAT, TurnRequest
 from kvturn_router.prefill_answer import NOTHING, PrefillAnswer
-from kvturn_router.telemetry import Attribute
+from kvturn_router.span_wire import Attribute
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:

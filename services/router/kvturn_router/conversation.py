@@ -9,7 +9,6 @@ tells which conversation it is (history.py). Nothing here does I/O.
 """
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
@@ -24,9 +23,6 @@ NAME_BYTES_MAX = 256
 ABSENCE_S_MIN = 0.001
 ABSENCE_S_MAX = 24 * 3600
 """Longest absence that a client may declare; the lease service cuts it to its longest hold."""
-
-REPORTS_MAX = 64
-"""Turns remembered per conversation."""
 
 SESSION_HEADERS = (
     "x-session-id",
@@ -138,52 +134,3 @@ def checked_absence_s(field: str, absence_s: float) -> float:
 def header_value(name: str) -> bytes:
     """Returns a name as a header value: percent-encoded where not visible ASCII."""
     return quote(name, safe=_VISIBLE).encode()
-
-
-class _Record:
-    __slots__ = ("reports", "turns")
-
-    def __init__(self) -> None:
-        self.turns = 0
-        self.reports: list[TurnReport] = []
-
-
-class ConversationBook:
-    """The conversations that this router has seen lately, least recent forgotten first.
-
-    `conversations_max` is at least 1.
-    """
-
-    def __init__(self, conversations_max: int) -> None:
-        assert conversations_max >= 1
-        self._conversations_max = conversations_max
-        self._records: OrderedDict[ConversationKey, _Record] = OrderedDict()
-
-    def __len__(self) -> int:
-        return len(self._records)
-
-    def begin_turn(self, key: ConversationKey) -> int:
-        """Counts a turn that begins; returns its number, from 1."""
-        record = self._records.get(key)
-        if record is None:
-            record = self._records[key] = _Record()
-            if len(self._records) > self._conversations_max:
-                self._records.popitem(last=False)
-        else:
-            self._records.move_to_end(key)
-        record.turns += 1
-        return record.turns
-
-    def end_turn(self, key: ConversationKey, report: TurnReport) -> None:
-        """Remembers how a turn was served."""
-        record = self._records.get(key)
-        if record is None:
-            return
-        record.reports.append(report)
-        if len(record.reports) > REPORTS_MAX:
-            del record.reports[0]
-
-    def reports(self, key: ConversationKey) -> list[TurnReport] | None:
-        """Returns the latest turns, oldest first; None if the conversation is not known."""
-        record = self._records.get(key)
-        return None if record is None else list(record.reports)

@@ -14,7 +14,8 @@ from typing import Final
 from kvturn_router.account import Account
 from kvturn_router.admission import Admission
 from kvturn_router.body import decode_parts, prefill_parts
-from kvturn_router.conversation import ConversationBook, ConversationKey, TurnReport
+from kvturn_router.conversation import ConversationKey, TurnReport
+from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.costs import Costs
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
 from kvturn_router.errors import EngineRefusal, TurnError
@@ -192,7 +193,7 @@ class Forwarder:
                 request,
                 request.path,
                 parts,
-                TurnSpan(None, None, None),
+                TurnSpan(None),
                 silence_s=self.limits.prefill_silence_s,
                 again_if_stale=False,
             )
