@@ -114,7 +114,7 @@ def test_turns_are_counted_and_the_latest_are_kept():
     book = ConversationBook(10)
     for turn in range(1, REPORTS_MAX + 6):
         assert book.begin_turn(KEY) == turn
-        book.end_turn(KEY, report(turn), 0)
+        book.end_turn(KEY, report(turn))
     turns = [kept.turn for kept in book.reports(KEY) or []]
     assert turns == list(range(6, REPORTS_MAX + 6))
 
@@ -132,9 +132,9 @@ def test_a_report_is_remembered_as_it_was():
     ]
     for told in reports:
         book.begin_turn(KEY)
-        book.end_turn(KEY, told, 0)
+        book.end_turn(KEY, told)
     assert book.reports(KEY) == reports
-    book.end_turn(KEY, reports[0]._replace(prompt_tokens=1 << 40, prefill_ms=1e12), 0)
+    book.end_turn(KEY, reports[0]._replace(prompt_tokens=1 << 40, prefill_ms=1e12))
     cut = (book.reports(KEY) or [])[-1]
     assert (cut.prompt_tokens, cut.prefill_ms) == ((1 << 32) - 1, ((1 << 32) - 1) / 1000)
 
@@ -148,7 +148,7 @@ def test_an_idle_conversation_takes_less_than_a_kilobyte():
         key = ConversationKey("key-0123456789abcdef", "a-model", f"conversation-{number:030d}")
         for turn in range(10):
             book.begin_turn(key)
-            book.end_turn(key, report(turn + 1), 0)
+            book.end_turn(key, report(turn + 1))
     taken, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(book) == count
@@ -174,18 +174,6 @@ def test_tenants_and_models_have_conversations_of_their_own():
     book.begin_turn(KEY)
     assert book.reports(KEY._replace(tenant="key-1")) is None
     assert book.reports(KEY._replace(model="other")) is None
-
-
-def test_a_turn_that_decode_retains_is_expected_only_for_a_moment():
-    """Its grant may be on its way right after the turn, not later, nor if nothing is retained."""
-    book = ConversationBook(10)
-    book.begin_turn(KEY)
-    book.end_turn(KEY, report(1), retained_ns=5_000)
-    assert book.retained_turn(KEY, since_ns=4_000) == 1
-    assert book.retained_turn(KEY, since_ns=5_000) == 0
-    book.begin_turn(KEY)
-    book.end_turn(KEY, report(2), retained_ns=0)
-    assert book.retained_turn(KEY, since_ns=4_000) == 0
 
 
 def test_verdicts_are_those_of_the_contract():

@@ -83,7 +83,7 @@ def forecast(costs: Costs, held: int, new_bytes: int, **changed: object) -> Fore
 
 
 def pick(costs: Costs, turn: Forecast, now_ns: int, *, explore: bool) -> str:
-    """The way that a turn is to go, by the rule of `plan.choose`."""
+    """The way that a turn is to go, by the rule of `plan.decide`."""
     ways = costs.estimates(turn, now_ns)._asdict()
     best = min(ways, key=lambda way: ways[way].ms)
     hope = min(ways, key=lambda way: ways[way].best_ms)

@@ -205,7 +205,7 @@ async def test_two_hundred_clients_that_leave_end_two_hundred_legs(phase):
 async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the_legs():
     """Decode could not be reached before the client went: decode fetches the KV, for one token."""
     async with router() as rig:
-        pool = rig.server._fleet.decodes[0].pool
+        pool = rig.server._fleet.holder(rig.decode.url).pool
         connecting = 0
         send = pool.send
 

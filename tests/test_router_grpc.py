@@ -99,6 +99,7 @@ async def test_reuse_off_and_conversations_are_the_callers_own():
         parts = [part async for part in stub.Chat(chat(reuse="off"), metadata=mine)]
         assert parts[0].report.verdict == common_pb2.VERDICT_TURNED_OFF
         asked = router_pb2.GetConversationRequest(conversation_id="c1", model="m")
+        await rig.lease.until(lambda: rig.lease.turns_ended)
         told = await stub.GetConversation(asked, metadata=mine)
         assert [turn.verdict for turn in told.turns] == [common_pb2.VERDICT_TURNED_OFF]
         with pytest.raises(grpc.aio.AioRpcError) as error:

@@ -84,9 +84,8 @@ async def test_a_conversation_with_a_tool_streams_through():
             ("It is sunny.", "", "stop"),
         ]
         assert rig.decode.turns[1].json["tools"] == TOOLS
-        assert [request.conversation.conversation_id for request in rig.lease.resolved] == [
-            "c1"
-        ] * 2
+        assert [begin.conversation.conversation_id for begin in rig.lease.begun] == ["c1"] * 2
+        assert rig.lease.begun[0].points[0] in rig.lease.begun[1].points[1:]
 
 
 async def test_a_whole_answer_models_and_completions():

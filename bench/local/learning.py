@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from bench.local.crossing import Cell, Measured, new_bytes
 from bench.local.legs import Chat, Held, Message, text
 from kvturn_router.costs import Costs, Forecast, Priors
-from kvturn_router.plan import Choice, PlanKind, Resolution, Thresholds, TurnSize, choose
+from kvturn_router.plan import Plan, PlanKind, Resolution, Thresholds, TurnSize
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -93,9 +93,9 @@ class Pupil:
         self._prefill = Engine(stack.prefill_url)
         self._decode = Engine(stack.decode_url)
 
-    def choose(self, held: Held, size: TurnSize) -> Choice[Engine]:
+    def decide(self, held: Held, size: TurnSize) -> Plan[Engine]:
         """The plan for a turn that extends what is held."""
-        return choose(
+        return decide(
             Resolution(
                 None,
                 held.lease_id,
@@ -168,7 +168,7 @@ def _turn(
     suffix = round(rng.choice(SUFFIXES) * rng.uniform(0.7, 1.3))
     messages.append({"role": "user", "content": text(f"more {len(messages)}", suffix)})
     size = new_bytes(messages)
-    plan = pupil.choose(held, TurnSize(size, size))
+    plan = pupil.decide(held, TurnSize(size, size))
     served = chat.serve(plan.kind, messages, held.lease_id)
     messages.append({"role": "assistant", "content": served.reply})
     assert plan.forecast is not None

@@ -48,7 +48,7 @@ from kvturn_router.waiting import WaitingRoom
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
 if TYPE_CHECKING:
-    from kvturn_router.plan import Choice
+    from kvturn_router.plan import Plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -171,7 +171,7 @@ def compose(
     legs = Legs(RequestIds(), config.engine_authorization)
     book = ConversationBook(config.conversations_max)
     lease = _lease(config, fleet) if config.lease else None
-    room: WaitingRoom[Choice[Engine]] = WaitingRoom(
+    room: WaitingRoom[Plan[Engine]] = WaitingRoom(
         places=config.queue_places, patience_ns=round(config.queue_s * 1e9)
     )
     forwarder = Forwarder(

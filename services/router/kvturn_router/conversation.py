@@ -69,11 +69,11 @@ class TurnReport(NamedTuple):
     read_ms: float
     read_bytes: int
     plan: str = ""
-    plan_reason: str = ""
     first_byte_ms: float = 0.0
     output_tokens: int = 0
     prefill_engine: str = ""
     decode_engine: str = ""
+    plan_reason: str = ""
 
 
 class Naming(NamedTuple):

@@ -1,4 +1,4 @@
-"""The life of a turn: resolve, choose, prefill leg, decode leg, settle.
+"""The life of a turn: resolve, plan, prefill leg, decode leg, settle.
 
 One coroutine per turn waits for heads and ends; `relay.py` passes the bytes on.
 Whatever fails on the way to reuse becomes a recompute with a verdict that says
@@ -26,13 +26,13 @@ from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import Legs, engine_error, no_engine, refusal_of, whole_body
 from kvturn_router.loads import Loads
 from kvturn_router.plan import (
-    Choice,
     NoEngine,
+    Plan,
     PlanKind,
     Resolution,
     Thresholds,
     TurnSize,
-    choose,
+    decide,
 )
 from kvturn_router.prefill_answer import (
     decode_transfer,
@@ -94,7 +94,7 @@ class Forwarder:
         self,
         *,
         fleet: Fleet,
-        admission: Admission[Choice[Engine]],
+        admission: Admission[Plan[Engine]],
         legs: Legs,
         book: ConversationBook,
         tracer: TurnTracer,
@@ -251,16 +251,16 @@ class _Turn:
     async def _serve(self) -> str | None:
         """Returns what went wrong after the answer had begun, None if nothing did."""
         self._resolution = await self._resolve()
-        choice = await self._choose()
-        if choice.kind is PlanKind.LOCAL:
+        plan = await self._plan()
+        if plan.kind is PlanKind.LOCAL:
             try:
-                return await self._decode(choice.decode)
+                return await self._decode(plan.decode)
             except _HolderGoneFault:
                 self._resolution = Resolution(Verdict.ENGINE_LOST)
-                choice = await self._choose()
-        if choice.prefill is not None:
-            await self._prefill(choice, choice.prefill)
-        return await self._decode(choice.decode)
+                plan = await self._plan()
+        if plan.prefill is not None:
+            await self._prefill(plan, plan.prefill)
+        return await self._decode(plan.decode)
 
     # Resolve
 
@@ -309,14 +309,14 @@ class _Turn:
             return Resolution(Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED)
         return resolution
 
-    # Choose
+    # Plan
 
-    async def _choose(self) -> Choice[Engine]:
-        """Chooses engines and way, and counts the turn on the engines. Raises TurnError."""
+    async def _plan(self) -> Plan[Engine]:
+        """Decides on engines and way, and counts the turn on the engines. Raises TurnError."""
         span = self._span.child("plan")
         fault: str | None = "given up"
         try:
-            choice = await self._forwarder.admission.claim(self._claim, _give_back)
+            plan = await self._forwarder.admission.claim(self._claim, _give_back)
             fault = None
         except TurnError as error:
             fault = error.message
@@ -324,15 +324,15 @@ class _Turn:
         finally:
             kind = self._account.kind
             span.end({"kvturn.plan": kind.value if kind else ""}, fault=fault)
-        self._held = [engine for engine in (choice.prefill, choice.decode) if engine is not None]
-        return choice
+        self._held = [engine for engine in (plan.prefill, plan.decode) if engine is not None]
+        return plan
 
-    def _claim(self) -> Choice[Engine] | None:
+    def _claim(self) -> Plan[Engine] | None:
         forwarder = self._forwarder
         fleet = forwarder.fleet
         resolution = self._resolution
         try:
-            choice = choose(
+            plan = decide(
                 resolution,
                 TurnSize(self._history.prompt_bytes, self._history.new_bytes),
                 fleet.prefills,
@@ -349,13 +349,13 @@ class _Turn:
             if any(engine.available for engine in loads):
                 return None  # All of them are full.
             raise no_engine(error.role) from None
-        for engine in (choice.prefill, choice.decode):
+        for engine in (plan.prefill, plan.decode):
             if engine is not None:
                 engine.begin()
         account = self._account
-        account.kind, account.reason, account.forecast = choice.kind, choice.reason, choice.forecast
-        account.verdict = choice.verdict or Verdict.NOT_OFFERED
-        return choice
+        account.kind, account.reason, account.forecast = plan.kind, plan.reason, plan.forecast
+        account.verdict = plan.verdict or Verdict.NOT_OFFERED
+        return plan
 
     def _let_go(self, engine: Engine) -> None:
         if engine in self._held:
@@ -391,13 +391,13 @@ class _Turn:
 
     # The prefill leg
 
-    async def _prefill(self, choice: Choice[Engine], engine: Engine) -> None:
+    async def _prefill(self, plan: Plan[Engine], engine: Engine) -> None:
         """Runs the prefill leg until it has an answer; raises TurnError."""
         forwarder = self._forwarder
         fleet = forwarder.fleet
         account = self._account
-        lease_id = choice.lease_id
-        handle = self._handle if choice.kind is PlanKind.PULL and not lease_id else None
+        lease_id = plan.lease_id
+        handle = self._handle if plan.kind is PlanKind.PULL and not lease_id else None
         if handle is not None:
             handle = await self._checked(engine, handle)
         tried: set[Engine] = set()
@@ -663,8 +663,8 @@ class _HolderGoneFault(Exception):
     """The engine that was to serve the turn alone is gone; the client has got nothing yet."""
 
 
-def _give_back(choice: Choice[Engine]) -> None:
-    for engine in (choice.prefill, choice.decode):
+def _give_back(plan: Plan[Engine]) -> None:
+    for engine in (plan.prefill, plan.decode):
         if engine is not None:
             engine.end()
 

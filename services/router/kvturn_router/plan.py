@@ -123,7 +123,7 @@ class Thresholds:
     """The holder decodes while it has at most so many requests more than the least loaded."""
 
 
-class Choice(NamedTuple, Generic[E]):
+class Plan(NamedTuple, Generic[E]):
     """One decision. `prefill` is None if there is no such leg.
 
     `verdict` is None exactly when `kind` is PULL: then prefill's connector says
@@ -141,7 +141,7 @@ class Choice(NamedTuple, Generic[E]):
     forecast: Forecast | None
 
 
-def choose(
+def decide(
     resolution: Resolution,
     size: TurnSize,
     prefills: Loads[E],
@@ -153,7 +153,7 @@ def choose(
     model: str,
     alone: bool,
     now_ns: int,
-) -> Choice[E]:
+) -> Plan[E]:
     """Returns the plan for one turn.
 
     `holder` is the decode engine at the resolution's address, None if it is
@@ -164,7 +164,7 @@ def choose(
     if alone:
         off = resolution.verdict is Verdict.TURNED_OFF
         told = Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED
-        return Choice(PlanKind.ALONE, None, decode, "", told, f"not_split {where}", None)
+        return Plan(PlanKind.ALONE, None, decode, "", told, f"not_split {where}", None)
     prefill = prefills.least()
     verdict = resolution.verdict
     if verdict is None and where == _LOST:
@@ -176,7 +176,7 @@ def choose(
             raise NoEngine("prefill")
         new = _Turn(model, size.prompt_bytes, 0, False, "")
         forecast = _forecast(new, prefill, decode, costs)
-        return Choice(
+        return Plan(
             PlanKind.RECOMPUTE, prefill, decode, "", verdict, f"{verdict} {where}", forecast
         )
     can_be_local = where == _HOME and resolution.lease_id != ""
@@ -189,7 +189,7 @@ def choose(
     ways = _ways(forecast, thresholds, can_be_local=can_be_local, no_prefill=prefill is None)
     kind, why, costing = _cheapest(ways, forecast, costs, now_ns)
     below = thresholds.pull_tokens_min is not None and PlanKind.PULL not in ways
-    return Choice(
+    return Plan(
         kind,
         None if kind is PlanKind.LOCAL else prefill,
         decode,
