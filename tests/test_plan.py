@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from kvturn_router.costs import EXPLORED_FIRST, Costs, Priors, Took
-from kvturn_router.plan import NoEngine, PlanKind, Resolution, Thresholds, TurnSize
+from kvturn_router.plan import NoEngine, PlanKind, Resolution, Thresholds, TurnSize, decide
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:
