@@ -7,6 +7,7 @@ the coroutine is cancelled, and both legs' connections end at once.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -16,8 +17,8 @@ from kvturn_router.conversation import ConversationKey, TurnReport
 from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
 from kvturn_router.errors import EngineRefusal, TurnError
-from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
-from kvturn_router.intake import CHAT, TurnRequest
+from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet, engine_address
+from kvturn_router.intake import COMPLETIONS, TurnRequest
 from kvturn_router.lease_client import LeaseClient
 from kvturn_router.legs import (
     Legs,
@@ -36,11 +37,25 @@ from kvturn_router.prefill_answer import (
     read_answer,
 )
 from kvturn_router.read_watch import ReadWatch, StuckReadFault
+from kvturn_router.responses import (
+    RESPONSES,
+    no_response,
+    response_id,
+    responses_decode_parts,
+    responses_prefill_parts,
+)
 from kvturn_router.span_wire import Attribute
 from kvturn_router.stock import Handle, StockTap
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import TurnSpan, TurnTracer
-from kvturn_router.usage import StreamUsage, usage_tokens, with_cached_tokens
+from kvturn_router.usage import (
+    COMPLETION_USAGE,
+    RESPONSE_USAGE,
+    StreamUsage,
+    Usage,
+    usage_of,
+    with_cached_tokens,
+)
 from kvturn_router.verdict import Verdict
 
 _GRANT_UNDERWAY_NS: Final = 1_000_000_000
@@ -164,7 +179,7 @@ class Forwarder:
         """Has decode fetch, and so release, what prefill holds for a turn that is over."""
         if len(self._releases) >= _RELEASES_MAX:
             return
-        parts = prefill_parts(request.members, transfer)
+        parts = _prefill_parts(request, transfer)
         task = asyncio.get_running_loop().create_task(self._release(engine, request, parts))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -215,7 +230,13 @@ class _Turn:
         self._report: TurnReport | None = None
         self._usage: StreamUsage | None = None
         self._tap: StockTap | None = None
-        self._tokens: tuple[int, int] | None = None
+        self._tokens: Usage | None = None
+        # The most prompt tokens that no engine computed, None without a prefill leg.
+        self._not_computed: int | None = None
+        is_response = request.path == RESPONSES
+        self._shape = RESPONSE_USAGE if is_response else COMPLETION_USAGE
+        # Responses say no token ids, so handles of theirs could not be checked.
+        self._stock = None if is_response else forwarder.stock
 
     async def run(self) -> None:
         """Serves the turn. Raises as `Forwarder.serve`."""
@@ -270,7 +291,7 @@ class _Turn:
             finally:
                 span.end({"kvturn.lease_id": lease_id})
             return resolution
-        stock = self._forwarder.stock
+        stock = self._stock
         if stock is not None:
             offer = stock.offer(request, self._number == 1)
             if isinstance(offer, Handle):
@@ -287,7 +308,7 @@ class _Turn:
                 self._resolution,
                 list(fleet.prefills),
                 list(fleet.decodes),
-                fleet.holder_index(self._resolution.http_address),
+                self._holder(),
                 alone=self._request.alone,
             )
         except NoEngine as error:
@@ -295,6 +316,19 @@ class _Turn:
             raise no_engine(error.role) from None
         span.end({"kvturn.plan": plan.kind.value})
         return plan
+
+    def _holder(self) -> int | None:
+        """Returns the decode engine that has the history; raises TurnError if it alone would do."""
+        response = self._request.response
+        fleet = self._forwarder.fleet
+        if response is None:
+            return fleet.holder_index(self._resolution.http_address)
+        for index, engine in enumerate(fleet.decodes):
+            if response.is_held_by(engine_address(engine.url).place):
+                if not engine.usable:
+                    raise no_engine(DECODE)
+                return index
+        raise no_response("previous_response_id", response.response_id)
 
     # The prefill leg
 
@@ -333,9 +367,10 @@ class _Turn:
         elif self._answer.report and self._answer.report.verdict is Verdict.UNSUPPORTED_MODEL:
             # That no turn of this model can reuse says more than that this one had no lease.
             self._verdict = Verdict.UNSUPPORTED_MODEL
+        self._not_computed = self._cached_tokens()
 
     async def _checked(self, engine: Engine, handle: Handle) -> Handle | None:
-        stock = self._forwarder.stock
+        stock = self._stock
         assert stock is not None
         verdict = await stock.check(engine, self._request, handle, self._span)
         if verdict is None:
@@ -351,7 +386,7 @@ class _Turn:
         span = self._span.child("prefill")
         kvturn = self._kvturn(span, lease_id)
         transfer = prefill_transfer(kvturn, [] if handle is None else StockReuse.keys(handle))
-        parts = prefill_parts(self._request.members, transfer)
+        parts = _prefill_parts(self._request, transfer)
         watch = self._watch(lease_id)
         began_ns = forwarder.clock_ns()
         engine.begin()
@@ -418,7 +453,8 @@ class _Turn:
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
                 tried.add(index)
-                other = fleet.another(fleet.decodes, tried)
+                held = self._request.response is not None
+                other = None if held else fleet.another(fleet.decodes, tried)
                 if other is None:
                     raise no_engine(DECODE) from None
                 index = other
@@ -441,8 +477,11 @@ class _Turn:
         kvturn = None if request.alone else self._kvturn(span, "")
         handed = self._answer.transfer
         transfer = decode_transfer(handed, kvturn)
-        asks_ids = forwarder.stock is not None and request.reuse and not request.alone
-        parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
+        asks_ids = self._stock is not None and request.reuse and not request.alone
+        if request.path == RESPONSES:
+            parts = responses_decode_parts(request.members, transfer, self._response_id(engine))
+        else:
+            parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
         if handed is not None and transfer is not None:
             self._unfetched = (engine, transfer)
         engine.begin()
@@ -468,6 +507,11 @@ class _Turn:
             if exchange is not None:
                 exchange.close()
             span.end({"kvturn.decode.engine": engine.url}, fault=fault)
+
+    def _response_id(self, engine: Engine) -> str:
+        key = self._request.key
+        place = engine_address(engine.url).place
+        return response_id(key.tenant, key.conversation_id, place, secrets.token_hex(12))
 
     def _is_fetched(self, exchange: Exchange) -> None:
         del exchange
@@ -496,26 +540,26 @@ class _Turn:
                 and self._request.reuse
                 and self._answer.report is not None
             )
-            if self._tap is not None and forwarder.stock is not None:
-                forwarder.stock.keep(self._request.key, self._tap, engine.url)
+            if self._tap is not None and self._stock is not None:
+                self._stock.keep(self._request.key, self._tap, engine.url)
         return fault
 
     async def _relay_whole(self, exchange: Exchange) -> None:
         body = await whole_body(exchange)
         if self._tap is not None:
             body = self._tap.answer(body)
-        cached = self._cached_tokens()
+        cached = self._not_computed
         if cached is not None:
-            body = with_cached_tokens(body, cached)
-        self._tokens = usage_tokens(body)
+            body = with_cached_tokens(body, cached, self._shape)
+        self._tokens = usage_of(body, self._shape)
         self._start(exchange, len(body), None)
         self._sink.write(body, True)
 
     async def _relay_as_read(self, exchange: Exchange, *, events: bool) -> str | None:
         compressed = bool(exchange.header(b"content-encoding"))
-        cached = self._cached_tokens()
+        cached = self._not_computed
         if events and not compressed and cached is not None:
-            self._usage = StreamUsage(cached)
+            self._usage = StreamUsage(cached, self._shape)
         if not events or compressed:
             self._tap = None
         length = exchange.header(b"content-length")
@@ -551,11 +595,9 @@ class _Turn:
 
     # The account
 
-    def _cached_tokens(self) -> int | None:
-        """Returns the prompt tokens that no engine computed, None to leave decode's own number."""
+    def _cached_tokens(self) -> int:
+        """Returns the prompt tokens that prefill did not compute."""
         answer = self._answer
-        if answer.transfer is None:
-            return None
         if answer.report is not None:
             tokens = answer.report.reused_tokens + answer.report.local_tokens
         else:
@@ -599,10 +641,10 @@ class _Turn:
     def _attributes(self, report: TurnReport) -> dict[str, Attribute]:
         tokens = self._tokens
         attributes: dict[str, Attribute] = {
-            "gen_ai.operation.name": "chat" if self._request.path == CHAT else "text_completion",
+            "gen_ai.operation.name": _operation(self._request.path),
             "gen_ai.conversation.id": self._request.key.conversation_id,
             "gen_ai.request.model": self._request.key.model,
-            "gen_ai.usage.input_tokens": tokens[0] if tokens else report.prompt_tokens,
+            "gen_ai.usage.input_tokens": tokens.prompt_tokens if tokens else report.prompt_tokens,
             "kvturn.turn": report.turn,
             "kvturn.verdict": report.verdict.value,
             "kvturn.prompt_tokens": report.prompt_tokens,
@@ -615,7 +657,9 @@ class _Turn:
             "kvturn.decode.engine": self._decode_url,
         }
         if tokens is not None:
-            attributes["gen_ai.usage.output_tokens"] = tokens[1]
+            attributes["gen_ai.usage.output_tokens"] = tokens.completion_tokens
+            if tokens.cached_tokens is not None:
+                attributes["gen_ai.usage.cache_read.input_tokens"] = tokens.cached_tokens
         return attributes
 
 
@@ -628,6 +672,15 @@ def _may_recompute(fault: EngineFault | EngineRefusal) -> bool:
     if isinstance(fault, EngineRefusal):
         return fault.status >= 500
     return not isinstance(fault, SilentFault)
+
+
+def _operation(path: str) -> str:
+    return "text_completion" if path == COMPLETIONS else "chat"
+
+
+def _prefill_parts(request: TurnRequest, transfer: bytes) -> list[bytes]:
+    parts = responses_prefill_parts if request.path == RESPONSES else prefill_parts
+    return parts(request.members, transfer)
 
 
 def _told_of(role: str, fault: EngineFault | EngineRefusal) -> TurnError:
