@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from response_engine import RESPONSES, offer_responses
 from router_harness import Rig, router
 from stub_engine import CHAT
 from tool_engine import call_tools, text_of
@@ -26,11 +27,11 @@ KEY = [("Authorization", "Bearer none")]
 TEXTS = ["It is Paris: 21 \u00b0C now. \u2600", "It is Rome: 21 \u00b0C now. \u2600"]
 
 
-async def run(script: str, rig: Rig) -> list[dict[str, Any]]:
-    """Runs a client's script against the router; returns what it printed."""
+async def run(script: str, rig: Rig, *ways: str) -> list[dict[str, Any]]:
+    """Runs some ways of a client's script against the router; returns what it printed."""
     process = await asyncio.create_subprocess_exec(
         *(str(PYTHON), str(Path(__file__).parent / "clients" / script)),
-        *("--base-url", f"{rig.url}/v1", "--model", "m"),
+        *("--base-url", f"{rig.url}/v1", "--model", "m", "--ways", *ways),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -40,10 +41,26 @@ async def run(script: str, rig: Rig) -> list[dict[str, Any]]:
     return list(json.loads(out.splitlines()[-1]))
 
 
+async def assert_told(done: dict[str, Any], rig: Rig) -> None:
+    """Each call and each text came whole, and a tagged conversation was one of four turns."""
+    assert done["calls"] == ["Paris", "Rome"], done
+    assert done["texts"] == TEXTS, done
+    if done["tag"] is not None:
+        path = f"/kvturn/v1/conversations/{done['tag']}?model=m"
+        told = await rig.ask("GET", path, headers=KEY)
+        assert [turn["turn"] for turn in told.json["turns"]] == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize(
-    "client", ["with_openai", "with_litellm", "with_openai_agents", "with_pydantic_ai"]
+    ("client", "ways"),
+    [
+        ("with_openai", ["chat"]),
+        ("with_litellm", ["openai", "vllm"]),
+        ("with_openai_agents", ["chat"]),
+        ("with_pydantic_ai", ["chat"]),
+    ],
 )
-async def test_a_client_talks_and_calls_its_tool(client: str):
+async def test_a_client_talks_and_calls_its_tool(client: str, ways: list[str]):
     """Streamed and not, tagged and not: each call and each text arrives whole, on both legs.
 
     Every request extends the one before it, decode sees the tool results as the client wrote
@@ -51,14 +68,8 @@ async def test_a_client_talks_and_calls_its_tool(client: str):
     """
     async with router() as rig:
         rig.decode.script(CHAT, call_tools)
-        for done in await run(f"{client}.py", rig):
-            assert done["calls"] == ["Paris", "Rome"], done
-            assert done["texts"] == TEXTS, done
-            if done["tag"] is not None:
-                told = await rig.ask(
-                    "GET", f"/kvturn/v1/conversations/{done['tag']}?model=m", headers=KEY
-                )
-                assert [turn["turn"] for turn in told.json["turns"]] == [1, 2, 3, 4]
+        for done in await run(f"{client}.py", rig, *ways):
+            await assert_told(done, rig)
         prefills, decodes = rig.prefill.turns, rig.decode.turns
         assert len(prefills) == len(decodes)
         for prefill, decode in zip(prefills, decodes, strict=True):
@@ -71,6 +82,32 @@ async def test_a_client_talks_and_calls_its_tool(client: str):
             for shorter, longer in itertools.pairwise(histories):
                 assert longer[: len(shorter)] == shorter
             assert text_of(histories[3][-1]["content"]) == "Rome: 21 \u00b0C"
+
+
+@pytest.mark.parametrize(
+    ("client", "way"),
+    [("with_openai", "responses"), ("with_openai", "kept"), ("with_openai_agents", "responses")],
+)
+async def test_a_client_talks_over_responses(client: str, way: str):
+    """With the whole history each time, both legs see it; with only what is new, one engine does.
+
+    Three decode engines: the turns of a kept conversation all find the one that keeps it.
+    """
+    async with router(decodes=3) as rig:
+        for engine in (*rig.prefills, *rig.decodes):
+            offer_responses(engine)
+        for done in await run(f"{client}.py", rig, way):
+            await assert_told(done, rig)
+        prefills = [seen.json for seen in rig.prefill.seen if seen.path == RESPONSES]
+        decodes = [seen.json for one in rig.decodes for seen in one.seen if seen.path == RESPONSES]
+        assert len(decodes) == 16
+        going_on = [request for request in decodes if request.get("previous_response_id")]
+        assert len(going_on) == (12 if way == "kept" else 0)
+        assert len(prefills) == len(decodes) - len(going_on)
+        inputs = [request["input"] for request in decodes]
+        assert all(request["input"] in inputs for request in prefills)
+        longest = max(len(request["input"]) for request in decodes)
+        assert longest == (1 if way == "kept" else 7)
 
 
 @pytest.mark.skipif(

@@ -254,7 +254,8 @@ async def test_a_connection_closed_while_idle_never_shows(leg):
             # The KV may have been fetched with the lost request, and can be only once.
             assert "kv_transfer_params" in lost.json
             assert "kv_transfer_params" not in again.json
-            assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+            # Decode had it all in its own cache, but prefill had computed it.
+            assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
         else:
             assert again.json == first.json
 

@@ -393,3 +393,46 @@ async def test_a_request_that_does_not_come_whole_is_a_408():
         assert (await half_body.answer()).status == 408
         listener.sweep(loop.time() + listener.limits.idle_s + 10)
         assert await idle.reader.read() == b""
+
+
+async def test_an_expectation_sent_ahead_is_not_answered_within_another_answer():
+    """While a stream is under way, the next request's Expect gets no interim answer into it."""
+    async with router() as rig:
+        go_on = asyncio.Event()
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            await reply.begin_stream()
+            await reply.event(chunk({"content": "a"}))
+            await go_on.wait()
+            await reply.end_stream()
+
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        assert (await client.head()).status == 200
+        assert await client.piece()
+        await client.send("POST", CHAT, BODY, [("expect", "100-continue")])
+        await client.send("GET", "/health")
+        await rig.until(lambda: len(rig.decode.turns) == 1)
+        go_on.set()
+        assert await client.piece() == b"data: [DONE]\n\n"
+        assert await client.piece() is None
+        assert [(await client.answer()).status for _ in range(2)] == [200, 200]
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "chunked, chunked", "identity"])
+async def test_a_body_in_an_unknown_coding_is_refused(coding):
+    """It would be read as if it were not coded."""
+    async with router() as rig:
+        client = await rig.client()
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ntransfer-encoding: {coding}\r\n\r\n"
+        client.writer.write(head.encode() + b"0\r\n\r\n")
+        assert (await client.answer()).status in (400, 501)
+
+
+async def test_connect_is_refused():
+    """The parser takes it for an upgrade that nothing can decline."""
+    async with router() as rig:
+        answer = await rig.ask("CONNECT", "other:443", b"{}")
+        assert (answer.status, answer.json["error"]["code"]) == (405, 405)
+        assert (await rig.ask("GET", "/health")).status == 200

@@ -18,7 +18,7 @@ QUESTIONS = ("What is the weather in Paris?", "And in Rome?")
 STEPS_MAX = 6
 """Requests for one question, so that no model can go on for ever."""
 
-TOOL = {
+TOOL: dict[str, Any] = {
     "type": "function",
     "function": {
         "name": "get_weather",
@@ -30,6 +30,10 @@ TOOL = {
         },
     },
 }
+
+
+FLAT_TOOL = {"type": "function", "strict": False, **TOOL["function"]}
+"""As the Responses API writes it."""
 
 
 class Calls(list[str]):

@@ -1,4 +1,4 @@
-"""OpenAI's agent framework: its own loop, its own history, over chat completions."""
+"""OpenAI's agent framework: its own loop and history, over chat completions and responses."""
 
 import asyncio
 from typing import Any
@@ -8,6 +8,7 @@ from agents import (
     Agent,
     ModelSettings,
     OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
     Runner,
     function_tool,
     set_tracing_disabled,
@@ -20,6 +21,11 @@ set_tracing_disabled(True)
 def chat(base_url: str, model: str, stream: bool, tag: str | None, calls: Calls) -> list[str]:
     api = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
     return asyncio.run(converse(OpenAIChatCompletionsModel(model, api), stream, tag, calls))
+
+
+def responses(base_url: str, model: str, stream: bool, tag: str | None, calls: Calls) -> list[str]:
+    api = openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=0)
+    return asyncio.run(converse(OpenAIResponsesModel(model, api), stream, tag, calls))
 
 
 async def converse(model: Any, stream: bool, tag: str | None, calls: Calls) -> list[str]:
@@ -49,4 +55,4 @@ async def converse(model: Any, stream: bool, tag: str | None, calls: Calls) -> l
 
 
 if __name__ == "__main__":
-    main(chat=chat)
+    main(chat=chat, responses=responses)

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
+import grpc.aio
 import uvloop
 from router_harness import Rig, router
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from stub_engine import Reply, Seen
 
+    from fuzz.calls import Call
+
 QUIET_S: Final = 0.08
 """How long nothing comes before a stream is taken for one that waits for more."""
 
@@ -28,6 +31,9 @@ GUARD_S: Final = 20.0
 
 STATUSES: Final = frozenset((100, 200, 400, 404, 405, 413, 415, 429, 431, 501, 505))
 """What a client may be told while the engines are well."""
+
+CODES: Final = frozenset(("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "INTERNAL"))
+"""The same for calls. INTERNAL is gRPC's own word for a message that it cannot read."""
 
 _CLOSING: Final = b"GET /health HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n"
 
@@ -46,7 +52,11 @@ class Outcome:
 
     def may_be(self, other: Outcome) -> bool:
         """Tells whether two outcomes can be of one stream, as far as they are known."""
-        return self.models == other.models and (self.reset or other.reset or self == other)
+        alike = self.ended == other.ended and self._final() == other._final()
+        return self.models == other.models and (self.reset or other.reset or alike)
+
+    def _final(self) -> list[int]:
+        return [status for status in self.statuses if status != 100]
 
 
 class Front:
@@ -71,6 +81,8 @@ class Front:
         rig = await self._stack.enter_async_context(router(*flags))
         for path in ROUTES:
             rig.decode.script(path, _decode)
+        address = f"127.0.0.1:{rig.server.grpc_port}"
+        self._channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(address))
         return rig
 
     # Streams
@@ -85,6 +97,12 @@ class Front:
             if set(outcome.statuses) <= {100, 200} and not outcome.reset:
                 assert served == list(stream.models)
         return outcome
+
+    def check_cuts(self, example: tuple[Stream, Sequence[int]]) -> None:
+        """Checks that a stream cut at some places comes to what it comes to whole."""
+        stream, splits = example
+        whole, cut = self.check_stream(stream), self.check_stream(stream, splits)
+        assert cut.may_be(whole), (cut, whole)
 
     async def _exchange(self, data: bytes, splits: Sequence[int]) -> Outcome:
         rig = self.rig
@@ -113,6 +131,40 @@ class Front:
         outcome.models = self._check_seen()
         rig._clients.clear()
         return outcome
+
+    # Calls
+
+    def check_call(self, call: Call) -> None:
+        """Makes a call and checks its status by what is in it."""
+        code = self.run(self._call(call))
+        assert code in CODES, f"status {code}"
+        if not call.plain:
+            return
+        judged = None if call.route is None else judge(call.body, call.route).pairs
+        if not _is_text(call.body):
+            assert code != "OK"
+        else:
+            assert code == ("INVALID_ARGUMENT" if judged is None else "OK")
+
+    async def _call(self, call: Call) -> str:
+        for engine in (self.rig.prefill, self.rig.decode):
+            engine.seen.clear()
+        path = f"/kvturn.v1.RouterService/{call.method}"
+        try:
+            async with asyncio.timeout(GUARD_S):
+                if call.method == "Chat":
+                    async for _ in self._channel.unary_stream(path)(call.message):
+                        pass
+                else:
+                    await self._channel.unary_unary(path)(call.message)
+            code = "OK"
+        except grpc.aio.AioRpcError as error:
+            code = error.code().name
+        await self._settle()
+        self._check_seen()
+        return code
+
+    # What both need
 
     def _at_work(self) -> bool:
         server = self.rig.server
@@ -166,6 +218,14 @@ async def _decode(seen: Seen, reply: Reply) -> None:
     await reply.begin_stream()
     await reply.event({"choices": []})
     await reply.end_stream()
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _check_answers(data: bytes) -> list[int]:

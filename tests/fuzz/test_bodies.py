@@ -1,5 +1,9 @@
 """Bodies of every sort: what is refused, what is named, and what engines get of the rest."""
 
+import contextlib
+import json
+import time
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +11,8 @@ from hypothesis import strategies as st
 from fuzz.bodies import ROUTES, bodies, good_bodies
 from fuzz.checks import check_body
 from fuzz.corpus import corpus
+from kvturn_router.body import CONTAINERS_MAX, MEMBERS_MAX, parse
+from kvturn_router.errors import TurnError
 
 
 @pytest.mark.parametrize("path", ROUTES)
@@ -28,3 +34,49 @@ def test_a_body_is_a_turn_or_a_400_that_names_the_field(body, path):
 def test_a_body_well_formed_reaches_the_legs_as_it_came(body, path):
     """Numbers, escapes, order and unknown members; less what is withheld."""
     check_body(body, path)
+
+
+def _nested(depth: int) -> bytes:
+    one = b"[" * depth + b"]" * depth
+    return b'{"model":"m","messages":[' + b",".join([one] * (1_500_000 // len(one))) + b"]}"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(_nested(depth) for depth in (1, 100, 130, 900)),
+        b'{"model":"m","messages":[' + b'{"a":1},' * 190_000 + b"0]}",
+        b'{"model":"m","messages":[' + b'"[[{{\\\\",' * 150_000 + b"0]}",
+        b"{" + b",".join(b'"k%d" :1' % number for number in range(120_000)) + b"}",
+        b"{" + b",".join(b'"\\u006b%d":1' % number for number in range(90_000)) + b',"k1":1}',
+        b'{"model":"m","messages":[],"n":' + b"1" * 1_500_000 + b"}",
+        b'{"model":"m","messages":["' + b'\\"' * 700_000 + b'"]}',
+        b'{"model":"m"' + b" " * 1_500_000 + b',"messages":[]}',
+    ],
+    ids=[
+        *("flat", "100", "130", "900", "objects", "strings", "names", "escaped", "n", "quotes"),
+        "space",
+    ],
+)
+def test_a_hostile_body_costs_no_more_than_reading_it(body):
+    """Of 1.5 MB each; the bound is what Python's json takes, some times over."""
+    began = time.process_time()
+    with contextlib.suppress(RecursionError):
+        json.loads(body, parse_int=str)
+    reading = time.process_time() - began
+    began = time.process_time()
+    with contextlib.suppress(TurnError):
+        parse(body)
+    assert time.process_time() - began < 5 * reading + 0.1
+
+
+def test_a_body_has_so_many_members_and_containers_at_most():
+    """The limits are named; what is at them is read."""
+    most = b",".join(b'"%d":0' % number for number in range(MEMBERS_MAX))
+    assert len(parse(b"{" + most + b"}")) == MEMBERS_MAX
+    with pytest.raises(TurnError, match="more than 1000 members"):
+        parse(b"{" + most + b',"a":0}')
+    lists = b"[" + b"[]," * (CONTAINERS_MAX - 3) + b"[]]"
+    assert parse(b'{"messages":%b}' % lists)
+    with pytest.raises(TurnError, match="more than 1000000 arrays and objects"):
+        parse(b'{"messages":[%b]}' % lists)

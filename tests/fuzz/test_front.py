@@ -4,6 +4,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fuzz.calls import calls
 from fuzz.corpus import corpus
 from fuzz.front import Front
 from fuzz.streams import Stream, streams, wrong_streams
@@ -51,5 +52,11 @@ def test_no_request_hides_in_another(front, stream, splits):
 @settings(quick, max_examples=50)
 def test_it_does_not_matter_how_bytes_are_cut(front, stream, splits):
     """The same answers and the same turns, however they come."""
-    whole, cut = front.check_stream(stream), front.check_stream(stream, splits)
-    assert cut.may_be(whole), (cut, whole)
+    front.check_cuts((stream, splits))
+
+
+@given(call=calls)
+@settings(quick, max_examples=100)
+def test_a_call_is_served_or_refused_and_leaves_nothing_behind(front, call):
+    """As over HTTP: what is no turn is an INVALID_ARGUMENT, whatever else is in the message."""
+    front.check_call(call)

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from kvturn_router.conversation import TurnReport
 from kvturn_router.costs import Forecast, Took
-from kvturn_router.intake import CHAT, TurnRequest
+from kvturn_router.intake import COMPLETIONS, TurnRequest
 from kvturn_router.prefill_answer import NOTHING, PrefillAnswer
 from kvturn_router.span_wire import Attribute
+from kvturn_router.usage import Usage
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Account:
         "forecast",
         "kind",
         "lease_id",
+        "not_computed",
         "number",
         "prefill_ms",
         "prefill_url",
@@ -54,12 +56,14 @@ class Account:
         self.prefill_ms = 0.0
         self.answer: PrefillAnswer = NOTHING
         """What prefill said last."""
+        self.not_computed: int | None = None
+        """The most prompt tokens that no engine computed, None without a prefill leg."""
         self.read_failed = False
         self.decode_url = ""
         self.decode_began_ns = 0
         self.first_byte_ns = 0
-        self.usage: tuple[int, int] | None = None
-        """Tokens of prompt and answer as decode counted them, None if it did not say."""
+        self.usage: Usage | None = None
+        """What decode's answer says of its tokens, None if it does not."""
         self.retained: Retained | None = None
         """What decode's grant said, where nothing else tells it."""
 
@@ -78,23 +82,21 @@ class Account:
         if self.verdict in (Verdict.REUSED, Verdict.PARTIAL_PREFIX):
             self.verdict = Verdict.READ_FAILED
 
-    def cached_tokens(self) -> int | None:
-        """Returns the prompt tokens that no engine computed, None to leave decode's own number."""
+    def note_prefill(self) -> None:
+        """Notes that the prefill leg is over: what it did not compute."""
         answer = self.answer
-        if answer.transfer is None:
-            return None
         tokens = answer.cached_tokens or 0
         if answer.report is not None:
             tokens = answer.report.reused_tokens + answer.report.local_tokens
         prompt_tokens = self.prompt_tokens()
-        return min(tokens, prompt_tokens) if prompt_tokens else tokens
+        self.not_computed = min(tokens, prompt_tokens) if prompt_tokens else tokens
 
     def prompt_tokens(self) -> int:
         """Returns the tokens of the prompt, 0 if not known."""
         report = self.answer.report
         told = (report.prompt_tokens if report else 0) or self.answer.prompt_tokens
         if not told and self.usage is not None:
-            told = self.usage[0]
+            told = self.usage.prompt_tokens
         if not told and self.retained is not None:
             told = self.retained.prompt_tokens
         return told
@@ -125,7 +127,7 @@ class Account:
             plan=self.kind.value if self.kind is not None else "",
             plan_reason=self.reason,
             first_byte_ms=round(first_byte_ms, 3),
-            output_tokens=self.usage[1] if self.usage is not None else 0,
+            output_tokens=self.usage.completion_tokens if self.usage is not None else 0,
             prefill_engine=self.prefill_url,
             decode_engine=self.decode_url,
         )
@@ -142,7 +144,9 @@ class Account:
             cached_tokens=self.local_tokens(),
             prefill_ms=self.prefill_ms,
             decode_ms=decode_ms,
-            generated_tokens=0 if streamed or self.usage is None else self.usage[1],
+            generated_tokens=(
+                0 if streamed or self.usage is None else self.usage.completion_tokens
+            ),
             read_failed=self.read_failed,
         )
 
@@ -150,7 +154,7 @@ class Account:
         """Returns what the turn's span says."""
         report = self.report()
         attributes: dict[str, Attribute] = {
-            "gen_ai.operation.name": "chat" if request.path == CHAT else "text_completion",
+            "gen_ai.operation.name": "text_completion" if request.path == COMPLETIONS else "chat",
             "gen_ai.conversation.id": request.key.conversation_id,
             "gen_ai.request.model": request.key.model,
             "gen_ai.usage.input_tokens": report.prompt_tokens,
@@ -168,5 +172,7 @@ class Account:
             "kvturn.decode.engine": self.decode_url,
         }
         if self.usage is not None:
-            attributes["gen_ai.usage.output_tokens"] = self.usage[1]
+            attributes["gen_ai.usage.output_tokens"] = self.usage.completion_tokens
+            if self.usage.cached_tokens is not None:
+                attributes["gen_ai.usage.cache_read.input_tokens"] = self.usage.cached_tokens
         return attributes

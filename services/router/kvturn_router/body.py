@@ -6,6 +6,7 @@ reach the engines untouched; a leg is made by joining members, leaving some out
 and adding a few. Nothing here does I/O.
 """
 
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import cast
@@ -21,6 +22,14 @@ Members = Mapping[str, bytes]
 
 DEPTH_MAX = 128
 """Deepest nesting of a body, in arrays and objects."""
+
+CONTAINERS_MAX = 1_000_000
+"""Most arrays and objects in a body that is not plainly flat."""
+
+MEMBERS_MAX = 1_000
+"""Most members of a body."""
+
+_PASSES = 8
 
 WITHHELD = frozenset({"conversation_id", "kv_transfer_params", "ec_transfer_params", "request_id"})
 """Members that no engine ever sees.
@@ -75,6 +84,7 @@ _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _array_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 _string_decoder = msgspec.json.Decoder(str)
 _number_decoder = msgspec.json.Decoder(float)
+_brackets_as_steps = bytes.maketrans(b"[]", b"\x01\xff")
 _brackets_alike = bytes.maketrans(b"{}", b"[]")
 _not_structure = bytes(byte for byte in range(256) if byte not in b'[]{}"')
 
@@ -112,7 +122,8 @@ def parse(body: bytes) -> dict[str, bytes]:
     """Returns the members of a JSON object.
 
     Raises TurnError 400 for anything that is not one JSON object in UTF-8,
-    names a member twice, or nests deeper than DEPTH_MAX.
+    names a member twice, nests deeper than DEPTH_MAX, or has more members or
+    more arrays and objects than the limits above.
     """
     try:
         if not body.isascii():
@@ -127,6 +138,8 @@ def parse(body: bytes) -> dict[str, bytes]:
         raise _unreadable(str(error)) from None
     except RecursionError:
         raise _too_deep() from None
+    if len(members) > MEMBERS_MAX:
+        raise _unreadable(f"it has more than {MEMBERS_MAX} members")
     _refuse_depth(body)
     _refuse_repeated_names(body, members)
     return members
@@ -174,16 +187,22 @@ def _siblings(body: bytes, brackets: int) -> int:
 
 
 def _refuse_structure(body: bytes) -> None:
-    # Exactly, and at C speed. Escapes go first, so that each quote left opens or closes a string;
-    # then strings go, and what remains loses one level a pass.
+    # Exactly. Escapes go first, so that each quote left opens or closes a string; then strings go.
+    # What remains loses one level a pass, which soon leaves nothing of most bodies; the rest is
+    # walked, so that the time does not grow with the depth.
     if b"\\" in body:
         body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     structure = b"".join(body.translate(_brackets_alike, _not_structure).split(b'"')[::2])
-    for _ in range(DEPTH_MAX):
+    if len(structure) > 2 * CONTAINERS_MAX:
+        raise _unreadable(f"it has more than {CONTAINERS_MAX} arrays and objects")
+    passes = min(_PASSES, DEPTH_MAX)
+    for _ in range(passes):
         structure = structure.replace(b"[]", b"")
         if not structure:
             return
-    raise _too_deep()
+    steps = memoryview(structure.translate(_brackets_as_steps)).cast("b")
+    if max(itertools.accumulate(steps)) > DEPTH_MAX - passes:
+        raise _too_deep()
 
 
 def _refuse_repeated_names(body: bytes, members: Members) -> None:

@@ -136,10 +136,16 @@ class Engine:
 
     async def get(self, path: bytes, *, authorization: bytes | None, silence_s: float) -> Exchange:
         """Sends a GET and returns its exchange, answered. Raises EngineFault."""
+        return await self.ask(b"GET", path, authorization=authorization, silence_s=silence_s)
+
+    async def ask(
+        self, method: bytes, path: bytes, *, authorization: bytes | None, silence_s: float
+    ) -> Exchange:
+        """Sends a request without a body; returns its exchange, answered. Raises EngineFault."""
         headers = [self.host_header]
         if authorization is not None:
             headers.append((b"authorization", authorization))
-        request = request_bytes(b"GET", path, headers)
+        request = request_bytes(method, path, headers)
         exchange = await self.pool.send(request, silence_s=silence_s)
         try:
             await exchange.answered()

@@ -7,6 +7,7 @@ end at once.
 """
 
 import asyncio
+import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -19,7 +20,7 @@ from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.costs import Costs
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
 from kvturn_router.errors import EngineRefusal, TurnError
-from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet
+from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet, engine_address
 from kvturn_router.history import History, history_of
 from kvturn_router.intake import TurnRequest
 from kvturn_router.lease_client import LeaseClient
@@ -42,6 +43,13 @@ from kvturn_router.prefill_answer import (
 )
 from kvturn_router.read_watch import ReadWatch, StuckReadFault
 from kvturn_router.relay import AnswerSink, Relay
+from kvturn_router.responses import (
+    RESPONSES,
+    no_response,
+    response_id,
+    responses_decode_parts,
+    responses_prefill_parts,
+)
 from kvturn_router.router_session import RouterSession
 from kvturn_router.session_turns import Retained, SessionTurn
 from kvturn_router.stock import Handle, StockTap
@@ -181,7 +189,7 @@ class Forwarder:
         """Has decode fetch, and so release, what prefill holds for a turn that is over."""
         if len(self._releases) >= _RELEASES_MAX:
             return
-        parts = prefill_parts(request.members, transfer)
+        parts = _prefill_parts(request, transfer)
         task = self.loop.create_task(self._release(engine, request, parts))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
@@ -208,6 +216,8 @@ class _Turn:
     def __init__(self, forwarder: Forwarder, request: TurnRequest, sink: AnswerSink) -> None:
         self._forwarder = forwarder
         self._request = request
+        # Responses say no token ids, so handles of theirs could not be checked.
+        self._stock = None if request.path == RESPONSES else forwarder.stock
         self._account = Account(forwarder.clock_ns())
         self._span = forwarder.tracer.begin(request.trace)
         self._task = asyncio.current_task(forwarder.loop)
@@ -268,21 +278,21 @@ class _Turn:
         forwarder = self._forwarder
         request = self._request
         reuse = request.reuse and not request.alone
-        if reuse and (forwarder.lease is not None or forwarder.stock is not None):
+        if reuse and (forwarder.lease is not None or self._stock is not None):
             key = request.key
             self._history = history_of(
                 request.members, request.path, key.tenant, key.model, request.scope
             )
         if forwarder.lease is not None:
             return await self._ask(forwarder.lease.session, reuse)
-        if reuse and forwarder.stock is not None:
-            request.key = forwarder.stock.name(request, self._history.points)
+        if reuse and self._stock is not None:
+            request.key = self._stock.name(request, self._history.points)
         self._account.number = forwarder.book.begin_turn(request.key)
         if not request.reuse:
             return Resolution(Verdict.TURNED_OFF)
-        if forwarder.stock is None or request.alone:
+        if self._stock is None or request.alone:
             return Resolution(Verdict.NOT_OFFERED)
-        offer = forwarder.stock.offer(request, self._account.number == 1)
+        offer = self._stock.offer(request, self._account.number == 1)
         if isinstance(offer, Handle):
             self._handle = offer
             return Resolution(None, "", offer.decode)
@@ -337,7 +347,7 @@ class _Turn:
                 TurnSize(self._history.prompt_bytes, self._history.new_bytes),
                 fleet.prefills,
                 fleet.decodes,
-                fleet.holder(resolution.http_address, resolution.engine_id),
+                self._holder(),
                 forwarder.costs,
                 forwarder.thresholds,
                 model=self._request.key.model,
@@ -356,6 +366,19 @@ class _Turn:
         account.kind, account.reason, account.forecast = plan.kind, plan.reason, plan.forecast
         account.verdict = plan.verdict or Verdict.NOT_OFFERED
         return plan
+
+    def _holder(self) -> Engine | None:
+        """Returns the decode engine that has the history; raises TurnError if it alone would do."""
+        response = self._request.response
+        fleet = self._forwarder.fleet
+        if response is None:
+            return fleet.holder(self._resolution.http_address, self._resolution.engine_id)
+        for engine in fleet.decodes:
+            if response.is_held_by(engine_address(engine.url).place):
+                if not engine.usable:
+                    raise no_engine(DECODE)
+                return engine
+        raise no_response("previous_response_id", response.response_id)
 
     def _let_go(self, engine: Engine) -> None:
         if engine in self._held:
@@ -431,9 +454,10 @@ class _Turn:
         elif report is not None and report.verdict is Verdict.UNSUPPORTED_MODEL:
             # That no turn of this model can reuse says more than that this one had no lease.
             account.verdict = Verdict.UNSUPPORTED_MODEL
+        account.note_prefill()
 
     async def _checked(self, engine: Engine, handle: Handle) -> Handle | None:
-        stock = self._forwarder.stock
+        stock = self._stock
         assert stock is not None
         verdict = await stock.check(engine, self._request, handle, self._span)
         if verdict is None:
@@ -451,7 +475,7 @@ class _Turn:
         transfer = prefill_transfer(
             self._kvturn(span, lease_id), [] if handle is None else StockReuse.keys(handle)
         )
-        parts = prefill_parts(self._request.members, transfer)
+        parts = _prefill_parts(self._request, transfer)
         watch = self._watch(lease_id)
         began_ns = forwarder.clock_ns()
         exchange: Exchange | None = None
@@ -518,7 +542,8 @@ class _Turn:
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
                 self._check_holder(engine)
-                other = self._another(engine, fleet.decodes, tried)
+                held = self._request.response is not None
+                other = None if held else self._another(engine, fleet.decodes, tried)
                 if other is None:
                     raise no_engine(DECODE) from None
                 engine = other
@@ -527,7 +552,8 @@ class _Turn:
                 stale = isinstance(fault, LostFault) and fault.stale
                 if isinstance(fault, LostFault):
                     self._check_holder(engine)
-                other = None if stale else self._instead(engine, fault, fleet.decodes, tried)
+                held = stale or self._request.response is not None
+                other = None if held else self._instead(engine, fault, fleet.decodes, tried)
                 if other is None and not (stale and account.answer.transfer is not None):
                     raise _told_of(DECODE, fault) from None
                 engine = other or engine
@@ -550,8 +576,11 @@ class _Turn:
         kvturn = None if request.alone else self._kvturn(span, "", own)
         handed = account.answer.transfer
         transfer = decode_transfer(handed, kvturn)
-        asks_ids = forwarder.stock is not None and request.reuse and not request.alone
-        parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
+        asks_ids = self._stock is not None and request.reuse and not request.alone
+        if request.path == RESPONSES:
+            parts = responses_decode_parts(request.members, transfer, self._response_id(engine))
+        else:
+            parts = decode_parts(request.members, transfer, ask_token_ids=asks_ids)
         if handed is not None and transfer is not None:
             self._unfetched = (engine, transfer)
         self._relay.tap = StockTap(request) if asks_ids else None
@@ -578,6 +607,11 @@ class _Turn:
                 exchange.close()
             span.end({"kvturn.decode.engine": engine.url}, fault=fault)
         return fault
+
+    def _response_id(self, engine: Engine) -> str:
+        key = self._request.key
+        place = engine_address(engine.url).place
+        return response_id(key.tenant, key.conversation_id, place, secrets.token_hex(12))
 
     def _is_fetched(self, exchange: Exchange) -> None:
         del exchange
@@ -642,10 +676,10 @@ class _Turn:
                 forwarder.costs.learn(account.kind.value, account.forecast, took, now_ns)
         elif report is not None:
             forwarder.book.end_turn(request.key, report)
-        if forwarder.stock is not None and request.reuse and not request.alone:
-            forwarder.stock.ended(request.key)
+        if self._stock is not None and request.reuse and not request.alone:
+            self._stock.ended(request.key)
             if fault is None and self._relay.tap is not None:
-                forwarder.stock.keep(request.key, self._relay.tap, account.decode_url)
+                self._stock.keep(request.key, self._relay.tap, account.decode_url)
         if self._span.recorded:
             self._span.end(account.attributes(request), fault=fault)
 
@@ -678,6 +712,11 @@ def _may_recompute(fault: EngineFault | EngineRefusal) -> bool:
     if isinstance(fault, EngineRefusal):
         return fault.status >= 500
     return not isinstance(fault, SilentFault)
+
+
+def _prefill_parts(request: TurnRequest, transfer: bytes) -> list[bytes]:
+    parts = responses_prefill_parts if request.path == RESPONSES else prefill_parts
+    return parts(request.members, transfer)
 
 
 def _told_of(role: str, fault: EngineFault | EngineRefusal) -> TurnError:

@@ -20,7 +20,7 @@ from kvturn_router.conversation import (
 from kvturn_router.engine_http import EngineFault, Exchange
 from kvturn_router.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.errors import TurnError, bad_field
-from kvturn_router.fleet import DECODE, Engine, Fleet
+from kvturn_router.fleet import DECODE, Engine, Fleet, engine_address
 from kvturn_router.forward import Forwarder
 from kvturn_router.gate import Gate
 from kvturn_router.http_wire import HttpAnswer, HttpRequest
@@ -32,6 +32,7 @@ from kvturn_router.intake import (
     client_request_id,
 )
 from kvturn_router.legs import engine_error, no_engine, relayed_headers, whole_body
+from kvturn_router.responses import RESPONSES, ResponseName, no_response, response_name
 
 logger = logging.getLogger("kvturn.router.http")
 
@@ -160,9 +161,11 @@ class HttpFront:
         except (httptools.HttpParserError, UnicodeDecodeError):
             raise TurnError(400, "The path cannot be read.", reason="PATH_INVALID") from None
         query = (url.query or b"").decode("latin-1")
-        if path in (CHAT, COMPLETIONS):
+        if path in (CHAT, COMPLETIONS, RESPONSES):
             _allow(request, "POST")
             self._turn(answer, request, path)
+        elif path.startswith(f"{RESPONSES}/"):
+            self._response(answer, request, path.removeprefix(f"{RESPONSES}/"), query)
         elif path == "/v1/models":
             _allow(request, "GET")
             self._run(answer, lambda: self._models(answer, request))
@@ -224,6 +227,54 @@ class HttpFront:
                 answer.fail(failure)
             else:
                 answer.refuse(failure)
+
+    # Responses that an engine keeps
+
+    def _response(self, answer: HttpAnswer, request: HttpRequest, rest: str, query: str) -> None:
+        text, _, what = rest.partition("/")
+        if what not in ("", "cancel"):
+            raise TurnError(404, f"There is no {RESPONSES}/{rest} here.", reason="PATH_UNKNOWN")
+        _allow(request, "POST" if what else "GET")
+        name = response_name(text, self._intake.tenant(request.headers))
+        if name is None:
+            raise no_response("response_id", text)
+        engine = self._engine_of(name)
+        target = f"{RESPONSES}/{rest}" + (f"?{query}" if query else "")
+        self._run(answer, lambda: self._ask_for_response(answer, request, engine, target))
+
+    def _engine_of(self, name: ResponseName) -> Engine:
+        for engine in self._fleet.decodes:
+            if name.is_held_by(engine_address(engine.url).place):
+                if not engine.usable:
+                    raise no_engine(DECODE)
+                return engine
+        raise no_response("response_id", name.response_id)
+
+    async def _ask_for_response(
+        self, answer: HttpAnswer, request: HttpRequest, engine: Engine, target: str
+    ) -> None:
+        """Passes on what the engine says, which may be a stream of events."""
+        authorization = self._authorization or self._intake.authorization(request.headers)
+        try:
+            exchange = await engine.ask(
+                request.method.encode(),
+                target.encode("latin-1"),
+                authorization=authorization,
+                silence_s=self._forwarder.limits.decode_silence_s,
+            )
+        except EngineFault as fault:
+            raise engine_error(DECODE, fault) from None
+        try:
+            length = exchange.header(b"content-length")
+            known = int(length) if length.isdigit() else None
+            headers = [*relayed_headers(exchange), *_echoed(request)]
+            answer.begin(exchange.status, headers, known, exchange)
+            exchange.pass_to(answer.write)
+            await exchange.finished()
+        except EngineFault as fault:
+            answer.fail(engine_error(DECODE, fault))
+        finally:
+            exchange.close()
 
     # Models and health
 

@@ -454,7 +454,11 @@ class ClientConnection(asyncio.Protocol):
         admit = self.listener.admit
         if admit is not None and (refusal := admit(self._target, self._headers)) is not None:
             self._refuse(refusal)
-        elif not self._upgrading and self._headers.get("expect", "").lower() == "100-continue":
+        elif (
+            not self._upgrading
+            and self._headers.get("expect", "").lower() == "100-continue"
+            and self._current is None  # Else it would come in the midst of another's answer.
+        ):
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, data: bytes) -> None:

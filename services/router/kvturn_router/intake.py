@@ -25,6 +25,13 @@ from kvturn_router.conversation import (
 )
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.keys import ApiKeys
+from kvturn_router.responses import (
+    RESPONSES,
+    ResponseName,
+    no_response,
+    response_name,
+    responses_need_decode_alone,
+)
 from kvturn_router.telemetry import TraceContext, trace_context
 
 CHAT: Final = "/v1/chat/completions"
@@ -45,6 +52,7 @@ class TurnRequest:
     None if it sent none that can be echoed. With `recognise` the client named
     no conversation: the history decides, and the key's id is that of a new one.
     `scope` is what the client named, a conversation or a scope, "" for neither.
+    `response` is the response that the turn goes on with, None if it names none.
     """
 
     path: str
@@ -60,6 +68,7 @@ class TurnRequest:
     client_wants_token_ids: bool = field(default=False)
     recognise: bool = field(default=False)
     scope: str = field(default="")
+    response: ResponseName | None = field(default=None)
 
 
 def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
@@ -129,6 +138,8 @@ class Intake:
         model = _model_of(members)
         if path == CHAT:
             _require(members, "messages", "array")
+        elif path == RESPONSES:
+            _require(members, "input", "string", "array")
         elif given(members, "prompt_embeds", "string", "array") is None:
             _require(members, "prompt", "string", "array")
         given(members, "stream_options", "object")
@@ -139,11 +150,16 @@ class Intake:
             if not stream:
                 members.pop("stream_options", None)
         named = self._naming(members, headers, conversation_id, scope)
+        response = None if path != RESPONSES else _previous(members, tenant)
+        if response is not None and not named.conversation_id:
+            named = Naming(response.conversation_id, "")
         return TurnRequest(
             path=path,
             members=members,
             stream=streamed if stream is None else stream,
-            alone=needs_decode_alone(members, path),
+            alone=responses_need_decode_alone(members)
+            if path == RESPONSES
+            else needs_decode_alone(members, path),
             reuse=_reuse_of(headers),
             key=ConversationKey(tenant, model, named.conversation_id or self.mint(named.scope)),
             authorization=self.authorization(headers),
@@ -157,6 +173,7 @@ class Intake:
             client_wants_token_ids=given_flag(members, "return_token_ids"),
             recognise=not named.conversation_id,
             scope=named.conversation_id or named.scope,
+            response=response,
         )
 
     def _naming(
@@ -187,6 +204,16 @@ def _model_of(members: dict[str, bytes]) -> str:
     if model is None:
         raise bad_field("model", "model is required.")
     return checked_name("model", model)
+
+
+def _previous(members: dict[str, bytes], tenant: str) -> ResponseName | None:
+    text = given_string(members, "previous_response_id")
+    if text is None:
+        return None
+    name = response_name(text, tenant)
+    if name is None:
+        raise no_response("previous_response_id", text)
+    return name
 
 
 def _require(members: dict[str, bytes], name: str, *kinds: str) -> None:

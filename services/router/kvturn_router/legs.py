@@ -128,25 +128,27 @@ class Legs:
         )
 
 
-async def whole_body(exchange: Exchange) -> bytes:
+async def whole_body(exchange: Exchange, bytes_max: int = ANSWER_BYTES_MAX) -> bytes:
     """Returns the whole body of an answer, decompressed. Raises EngineFault."""
-    body = await exchange.body(ANSWER_BYTES_MAX)
+    body = await exchange.body(bytes_max)
     if exchange.header(b"content-encoding") not in (b"gzip", b"deflate"):
         return body
     unpacker = zlib.decompressobj(wbits=47)
     try:
-        unpacked = unpacker.decompress(body, ANSWER_BYTES_MAX)
+        unpacked = unpacker.decompress(body, bytes_max)
     except zlib.error as error:
         raise EngineFault(f"the answer cannot be decompressed: {error}") from None
     if unpacker.unconsumed_tail:
-        raise EngineFault(f"the answer has more than {ANSWER_BYTES_MAX} bytes")
+        raise EngineFault(f"the answer has more than {bytes_max} bytes")
+    if not unpacker.eof:
+        raise EngineFault("the compressed answer was cut")
     exchange.headers = [item for item in exchange.headers if item[0] != b"content-encoding"]
     return unpacked
 
 
 async def refusal_of(exchange: Exchange) -> EngineRefusal:
     """Returns the error answer that an exchange brings. Raises EngineFault."""
-    body = await exchange.body(_ERROR_BYTES_MAX)
+    body = await whole_body(exchange, _ERROR_BYTES_MAX)
     kept = _RELAYED_OF_REFUSAL | {b"content-encoding"}
     headers = [header for header in exchange.headers if header[0] in kept]
     return EngineRefusal(exchange.status, headers, body)

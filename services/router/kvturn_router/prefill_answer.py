@@ -60,6 +60,9 @@ class _Details(msgspec.Struct):
 class _Usage(msgspec.Struct):
     prompt_tokens: int = 0
     prompt_tokens_details: _Details | None = None
+    # The names in the Responses API.
+    input_tokens: int = 0
+    input_tokens_details: _Details | None = None
 
 
 class _Report(msgspec.Struct):
@@ -87,20 +90,21 @@ def read_answer(body: bytes) -> PrefillAnswer:
     except msgspec.DecodeError:
         return NOTHING
     usage = _usage_of(answer.usage)
-    details = usage.prompt_tokens_details
+    prompt_tokens = usage.prompt_tokens or usage.input_tokens
+    details = usage.prompt_tokens_details or usage.input_tokens_details
     cached = details.cached_tokens if details is not None else None
     transfer = bytes(answer.kv_transfer_params)
     try:
         members = _object_decoder.decode(transfer)
     except msgspec.DecodeError:
-        return PrefillAnswer(None, None, usage.prompt_tokens, cached)
+        return PrefillAnswer(None, None, prompt_tokens, cached)
     kvturn = members.pop("kvturn", None)
     if not _hands_over(members):
-        return PrefillAnswer(None, _report_of(kvturn), usage.prompt_tokens, cached)
+        return PrefillAnswer(None, _report_of(kvturn), prompt_tokens, cached)
     if kvturn is None:
-        return PrefillAnswer(transfer, None, usage.prompt_tokens, cached)
+        return PrefillAnswer(transfer, None, prompt_tokens, cached)
     transfer = b"".join(joined(members))
-    return PrefillAnswer(transfer, _report_of(kvturn), usage.prompt_tokens, cached)
+    return PrefillAnswer(transfer, _report_of(kvturn), prompt_tokens, cached)
 
 
 def _usage_of(value: bytes) -> _Usage:

@@ -15,8 +15,15 @@ from kvturn_router.errors import TurnError
 from kvturn_router.fleet import DECODE
 from kvturn_router.intake import TurnRequest
 from kvturn_router.legs import engine_error, refusal_of, relayed_headers, whole_body
+from kvturn_router.responses import RESPONSES
 from kvturn_router.stock import StockTap
-from kvturn_router.usage import StreamUsage, usage_tokens, with_cached_tokens
+from kvturn_router.usage import (
+    COMPLETION_USAGE,
+    RESPONSE_USAGE,
+    StreamUsage,
+    usage_of,
+    with_cached_tokens,
+)
 
 
 class AnswerSink(Protocol):
@@ -64,6 +71,7 @@ class Relay:
         self._account = account
         self._sink = sink
         self._clock_ns = clock_ns
+        self._shape = RESPONSE_USAGE if request.path == RESPONSES else COMPLETION_USAGE
         self._usage: StreamUsage | None = None
 
     async def run(self, exchange: Exchange) -> str | None:
@@ -84,18 +92,18 @@ class Relay:
         self._account.first_byte_ns = self._clock_ns()
         if self.tap is not None:
             body = self.tap.answer(body)
-        cached = self._account.cached_tokens()
+        cached = self._account.not_computed
         if cached is not None:
-            body = with_cached_tokens(body, cached)
-        self._account.usage = usage_tokens(body)
+            body = with_cached_tokens(body, cached, self._shape)
+        self._account.usage = usage_of(body, self._shape)
         self._start(exchange, len(body), None)
         self._sink.write(body, True)
 
     async def _as_read(self, exchange: Exchange, *, events: bool) -> str | None:
         compressed = bool(exchange.header(b"content-encoding"))
-        cached = self._account.cached_tokens()
+        cached = self._account.not_computed
         if events and not compressed and cached is not None:
-            self._usage = StreamUsage(cached)
+            self._usage = StreamUsage(cached, self._shape)
         if not events or compressed:
             self.tap = None
         length = exchange.header(b"content-length")

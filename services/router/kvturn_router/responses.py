@@ -63,12 +63,13 @@ _tool_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 class ResponseName(NamedTuple):
     """What a response's id says: the digest of its engine's address, and its conversation."""
 
+    response_id: str
     engine_digest: str
     conversation_id: str
 
-    def is_held_by(self, url: str) -> bool:
-        """Tells whether the engine at that address made the response."""
-        return self.engine_digest == _digest(url)
+    def is_held_by(self, place: str) -> bool:
+        """Tells whether the engine at that place, `host:port`, made the response."""
+        return self.engine_digest == _digest(place)
 
 
 def responses_need_decode_alone(members: Members) -> bool:
@@ -117,14 +118,15 @@ def responses_decode_parts(
     return joined(members, WITHHELD, added)
 
 
-def response_id(tenant: str, conversation_id: str, url: str, unique: str) -> str:
-    """Returns the id of a response that the decode engine at `url` is about to make.
+def response_id(tenant: str, conversation_id: str, place: str, unique: str) -> str:
+    """Returns the id of a response that the decode engine at `place` is about to make.
 
-    `unique` is 24 hexadecimal digits that nobody can guess.
+    `place` is its `host:port`, `unique` 24 hexadecimal digits that nobody can
+    guess.
     """
     assert len(unique) == 24
     conversation = urlsafe_b64encode(conversation_id.encode()).rstrip(b"=").decode()
-    engine = _digest(url)
+    engine = _digest(place)
     return f"resp_{engine}{unique}{_seal(tenant, engine, unique, conversation)}{conversation}"
 
 
@@ -138,7 +140,7 @@ def response_name(text: str, tenant: str) -> ResponseName | None:
         return None
     try:
         padded = conversation + "=" * (-len(conversation) % 4)
-        return ResponseName(engine, urlsafe_b64decode(padded).decode())
+        return ResponseName(text, engine, urlsafe_b64decode(padded).decode())
     except ValueError:
         return None
 
@@ -150,8 +152,8 @@ def no_response(param: str, text: str) -> TurnError:
     )
 
 
-def _digest(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:8]
+def _digest(place: str) -> str:
+    return hashlib.sha256(place.encode()).hexdigest()[:8]
 
 
 def _seal(*parts: str) -> str:

@@ -1,71 +1,121 @@
 """The one number of an answer that the router changes: cached_tokens.
 
-Decode reports the KV it pulled from prefill as cached, which is the whole
-prompt. What a client may be billed for is what no engine computed this turn:
-the tokens prefill read from decode and those it found in its own prefix cache.
-`usage.prompt_tokens_details.cached_tokens` is set to that, where the engine
-sent that member; every other byte stays. Nothing here does I/O.
+It is to mean the prompt tokens that no engine computed this turn. Decode counts
+as cached what it pulled from prefill, the whole prompt; prefill what it read
+from decode and what it found in its own prefix cache. Both count from the start
+of the prompt, so neither computed the smaller of their counts: that is what the
+member says, where decode sent it. Every other byte stays. Nothing here does I/O.
 """
+
+from typing import Final, NamedTuple
 
 from kvturn_router.spans import Span, find_member, replace
 from kvturn_router.sse import event_ends, payload_span
 
-_MARK = b'"prompt_tokens_details"'
+
+class UsageShape(NamedTuple):
+    """Where the answers of an API say what they cost, as names of members.
+
+    `whole` leads to the usage of an answer, `event` to that of an event;
+    `counts` are the tokens of the prompt and of what was generated, `details`
+    holds `cached_tokens`.
+    """
+
+    whole: tuple[str, ...]
+    event: tuple[str, ...]
+    counts: tuple[str, str]
+    details: str
+
+
+COMPLETION_USAGE: Final = UsageShape(
+    ("usage",), ("usage",), ("prompt_tokens", "completion_tokens"), "prompt_tokens_details"
+)
+"""Of chat completions and completions."""
+
+RESPONSE_USAGE: Final = UsageShape(
+    ("usage",), ("response", "usage"), ("input_tokens", "output_tokens"), "input_tokens_details"
+)
+"""Of the Responses API."""
+
+
+class Usage(NamedTuple):
+    """What an answer says of its tokens; `cached_tokens` is None if it says nothing of them."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int | None
+
 
 _UNFINISHED_MAX = 1 << 20
 """Longest unfinished event that is remembered while its end is awaited, in bytes."""
 
 
-def with_cached_tokens(answer: bytes, cached_tokens: int) -> bytes:
-    """Returns a JSON answer with its cached_tokens replaced, if it has that member."""
-    return _replaced(answer, (0, len(answer)), cached_tokens)
+def with_cached_tokens(
+    answer: bytes, cached_tokens: int, shape: UsageShape = COMPLETION_USAGE
+) -> bytes:
+    """Returns a JSON answer whose cached_tokens are at most so many, if it has that member."""
+    usage = _member(answer, (0, len(answer)), shape.whole)
+    return answer if usage is None else _replaced(answer, usage, cached_tokens, shape)
 
 
-def _replaced(text: bytes, span: Span, cached_tokens: int) -> bytes:
-    for name in ("usage", "prompt_tokens_details", "cached_tokens"):
-        found = find_member(text, span, name)
-        if found is None:
-            return text
-        span = found
-    if not text[span[0] : span[1]].isdigit():
+def _replaced(text: bytes, usage: Span, cached_tokens: int, shape: UsageShape) -> bytes:
+    found = _member(text, usage, (shape.details, "cached_tokens"))
+    given = _number(text, found)
+    if found is None or given is None or given <= cached_tokens:
         return text
-    return replace(text, [(span, b"%d" % cached_tokens)])
+    return replace(text, [(found, b"%d" % cached_tokens)])
 
 
-def usage_tokens(text: bytes, span: Span | None = None) -> tuple[int, int] | None:
-    """Returns prompt_tokens and completion_tokens of an answer's usage, None if it has none."""
-    usage = find_member(text, span or (0, len(text)), "usage")
-    if usage is None:
+def usage_of(answer: bytes, shape: UsageShape = COMPLETION_USAGE) -> Usage | None:
+    """Returns what a JSON answer says of its tokens, None if it says nothing."""
+    usage = _member(answer, (0, len(answer)), shape.whole)
+    return None if usage is None else _usage_at(answer, usage, shape)
+
+
+def _usage_at(text: bytes, usage: Span, shape: UsageShape) -> Usage | None:
+    prompt, completion = (_number(text, find_member(text, usage, name)) for name in shape.counts)
+    if prompt is None or completion is None:
         return None
-    counts: list[int] = []
-    for name in ("prompt_tokens", "completion_tokens"):
-        found = find_member(text, usage, name)
-        digits = text[found[0] : found[1]] if found is not None else b""
-        if not digits.isdigit():
+    cached = _number(text, _member(text, usage, (shape.details, "cached_tokens")))
+    return Usage(prompt, completion, cached)
+
+
+def _member(text: bytes, span: Span, names: tuple[str, ...]) -> Span | None:
+    found: Span | None = span
+    for name in names:
+        if found is None:
             return None
-        counts.append(int(digits))
-    return counts[0], counts[1]
+        found = find_member(text, found, name)
+    return found
+
+
+def _number(text: bytes, span: Span | None) -> int | None:
+    digits = b"" if span is None else text[span[0] : span[1]]
+    return int(digits) if digits.isdigit() else None
 
 
 class StreamUsage:
-    """Passes a stream of events through, replacing cached_tokens.
+    """Passes a stream of events through, with at most so many cached_tokens.
 
-    Reads go on as they came. Only an event that holds `prompt_tokens_details`
-    is looked at, and held back until it is whole.
+    Reads go on as they came. Only an event that holds the shape's `details` is
+    looked at, and held back until it is whole.
     """
 
-    def __init__(self, cached_tokens: int) -> None:
+    def __init__(self, cached_tokens: int, shape: UsageShape = COMPLETION_USAGE) -> None:
         self._cached_tokens = cached_tokens
+        self._shape = shape
+        self._mark = b'"%s"' % shape.details.encode()
         # An unfinished event: the part that has gone out, and the part that
         # is held back. Both are empty when the last read ended with an event,
         # as nearly every read does.
         self._sent = b""
         self._held = b""
-        self.tokens: tuple[int, int] | None = None
+        self.tokens: Usage | None = None
+        """What the stream has said of its tokens so far, None if nothing."""
 
     def feed(self, data: bytes) -> bytes:
         """Returns what may go out now."""
-        if not self._sent and not self._held and _MARK not in data and data.endswith(b"\n\n"):
+        if not self._sent and not self._held and self._mark not in data and data.endswith(b"\n\n"):
             return data
         text = self._sent + self._held + data
         gone = len(self._sent)
@@ -78,7 +128,7 @@ class StreamUsage:
         self._sent = self._held = b""
         if len(rest) > _UNFINISHED_MAX:
             out.append(rest)
-        elif _MARK in rest:
+        elif self._mark in rest:
             # The number follows the mark, so nothing of it can have gone out.
             self._sent, self._held = (b"", rest) if position else (rest[:gone], rest[gone:])
             out.append(self._sent)
@@ -93,8 +143,12 @@ class StreamUsage:
         return held
 
     def _rewritten(self, event: bytes) -> bytes:
-        span = payload_span(event) if _MARK in event else None
-        if span is None:
+        span = payload_span(event) if self._mark in event else None
+        usage = None if span is None else _member(event, span, self._shape.event)
+        if usage is None:
             return event
-        self.tokens = usage_tokens(event, span) or self.tokens
-        return _replaced(event, span, self._cached_tokens)
+        rewritten = _replaced(event, usage, self._cached_tokens, self._shape)
+        grown = len(rewritten) - len(event)
+        said = _usage_at(rewritten, (usage[0], usage[1] + grown), self._shape)
+        self.tokens = said or self.tokens
+        return rewritten

@@ -18,7 +18,15 @@ from request_fields import (  # noqa: E402
 )
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest  # noqa: E402
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest  # noqa: E402
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest  # noqa: E402
+from vllm.entrypoints.openai.responses.protocol import (  # noqa: E402
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo  # noqa: E402
 
 from kvturn_router.body import (  # noqa: E402
     decode_parts,
@@ -30,6 +38,12 @@ from kvturn_router.responses import (  # noqa: E402
     responses_decode_parts,
     responses_need_decode_alone,
     responses_prefill_parts,
+)
+from kvturn_router.usage import (  # noqa: E402
+    RESPONSE_USAGE,
+    StreamUsage,
+    usage_of,
+    with_cached_tokens,
 )
 
 CHAT = ("/v1/chat/completions", ChatCompletionRequest, CHAT_FIELDS)
@@ -158,6 +172,54 @@ def check_the_legs_of_every_field_of_a_response() -> None:
             assert getattr(prefill, of_prompt) == getattr(decode, of_prompt), name
         template = prefill.build_chat_params(None, "auto"), decode.build_chat_params(None, "auto")
         assert template[0] == template[1], name
+
+
+def made_response() -> ResponsesResponse:
+    parts = responses_decode_parts(parse(b'{"model":"m","input":"x"}'), None, "resp_ours")
+    request = read(ResponsesRequest, parts)
+    input_details = InputTokensDetails(
+        cached_tokens=48,
+        cache_write_tokens=0,
+        input_tokens_per_turn=[],
+        cached_tokens_per_turn=[],
+    )
+    output_details = OutputTokensDetails(
+        reasoning_tokens=0,
+        tool_output_tokens=0,
+        output_tokens_per_turn=[],
+        tool_output_tokens_per_turn=[],
+    )
+    usage = ResponseUsage(
+        input_tokens=48,
+        input_tokens_details=input_details,
+        output_tokens=9,
+        output_tokens_details=output_details,
+        total_tokens=57,
+    )
+    sampling = request.to_sampling_params(10, {})
+    return ResponsesResponse.from_request(request, sampling, "m", 1, [], "completed", usage)
+
+
+def check_a_response_has_the_id_that_the_router_chose() -> None:
+    assert made_response().id == "resp_ours"
+
+
+def check_usage_is_where_the_router_looks_for_it() -> None:
+    whole = made_response().model_dump_json().encode()
+    usage = usage_of(with_cached_tokens(whole, 30, RESPONSE_USAGE), RESPONSE_USAGE)
+    assert usage == (48, 9, 30)
+    event = ResponseCompletedEvent(
+        type="response.completed", sequence_number=1, response=made_response()
+    )
+    stream = StreamUsage(30, RESPONSE_USAGE)
+    text = event.model_dump_json(indent=None, by_alias=True)
+    stream.feed(f"event: {event.type}\ndata: {text}\n\n".encode())
+    assert stream.tokens == (48, 9, 30)
+    details = PromptTokenUsageInfo(cached_tokens=48)
+    chat = UsageInfo(prompt_tokens=48, total_tokens=57, completion_tokens=9)
+    chat.prompt_tokens_details = details
+    answer = b'{"usage":' + chat.model_dump_json().encode() + b"}"
+    assert usage_of(with_cached_tokens(answer, 30)) == (48, 9, 30)
 
 
 if __name__ == "__main__":
