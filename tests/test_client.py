@@ -167,6 +167,7 @@ async def test_a_conversation_can_be_left_for_somebody_else():
     async with talking(lease=FakeLease()) as (rig, own):
         async with own.conversation("m", end=False) as conversation:
             await conversation.complete(messages=[QUESTION])
+        await rig.lease.until(lambda: rig.lease.turns_ended)
         (turn,) = await own.turns("m", conversation.id)
         assert verdict_name(turn) == "first_turn"
         assert rig.lease.ended == []

@@ -10,12 +10,12 @@ from kvturn_router.costs import Forecast, Took
 from kvturn_router.intake import COMPLETIONS, TurnRequest
 from kvturn_router.prefill_answer import NOTHING, PrefillAnswer
 from kvturn_router.span_wire import Attribute
-from kvturn_router.usage import Usage
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:
     from kvturn_router.plan import PlanKind
     from kvturn_router.session_turns import Retained
+    from kvturn_router.usage import Usage
 
 _NS_PER_MS = 1e6
 
