@@ -16,6 +16,7 @@ from router_harness import Rig, router
 from fuzz.bodies import ROUTES
 from fuzz.streams import SMUGGLED, Stream
 from fuzz.verdict import judge, read
+from kvturn_router.responses import RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence
@@ -204,7 +205,8 @@ class Front:
                 assert len(given) == len(members)
                 assert judge(turn.body, turn.path).pairs is not None, "an engine got a bad turn"
                 assert "conversation_id" not in given
-                assert "request_id" not in given
+                chosen = engine is self.rig.decode and turn.path == RESPONSES
+                assert ("request_id" in given) == chosen
                 if engine is self.rig.decode:
                     models.append(given["model"])
         return models
