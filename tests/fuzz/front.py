@@ -33,8 +33,8 @@ GUARD_S: Final = 20.0
 STATUSES: Final = frozenset((100, 200, 400, 404, 405, 413, 415, 429, 431, 501, 505))
 """What a client may be told while the engines are well."""
 
-CODES: Final = frozenset(("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED", "INTERNAL"))
-"""The same for calls. INTERNAL is gRPC's own word for a message that it cannot read."""
+CODES: Final = frozenset(("OK", "INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"))
+"""The same for calls."""
 
 _CLOSING: Final = b"GET /health HTTP/1.1\r\nhost: router\r\nconnection: close\r\n\r\n"
 
