@@ -179,12 +179,20 @@ class Front:
                 async with asyncio.timeout(QUIET_S):
                     data = await reader.read(1 << 16)
             except TimeoutError:
-                if not self._at_work():
+                if await self._is_quiet(reader):
                     return False
                 continue
             if not data:
                 return True
             received += data
+
+    async def _is_quiet(self, reader: asyncio.StreamReader) -> bool:
+        """Tells whether nothing is under way; time alone does not say it on a busy machine."""
+        for _ in range(100):  # What lies in sockets is read meanwhile.
+            await asyncio.sleep(0)
+            if self._at_work():
+                return False
+        return not (reader._buffer or reader.at_eof())
 
     async def _settle(self) -> None:
         """Waits until the router has let go of everything; it must, soon."""
