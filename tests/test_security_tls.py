@@ -28,7 +28,8 @@ from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.engine_http import ConnectFault, EnginePool, request_bytes
-from kvturn_router.telemetry import Telemetry, otlp_exporter
+from kvturn_router.span_export import OtlpExporter
+from kvturn_router.telemetry import Telemetry
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 
@@ -380,7 +381,7 @@ async def test_traces_go_over_tls_to_a_collector_that_is_believed(
     await server.start()
     ca = ours.ca if believed else strangers.ca
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(ca))
-    telemetry = Telemetry(otlp_exporter(f"https://127.0.0.1:{port}"))
+    telemetry = Telemetry(OtlpExporter(f"https://127.0.0.1:{port}"))
     telemetry.turns.begin(None).end()
     await asyncio.to_thread(telemetry.shutdown)
     await server.stop(None)
