@@ -81,6 +81,7 @@ class Front:
         flags = ("--health-interval-s=60", "--max-header-kb=16", "--max-body-mb=1")
         rig = await self._stack.enter_async_context(router(*flags))
         for path in ROUTES:
+            rig.prefill.script(path, rig.prefill.prefill)
             rig.decode.script(path, _decode)
         address = f"127.0.0.1:{rig.server.grpc_port}"
         self._channel = await self._stack.enter_async_context(grpc.aio.insecure_channel(address))
