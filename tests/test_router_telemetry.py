@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import time
-from collections.abc import Sequence
 
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -13,6 +12,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from recorded_spans import Recording, told
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
@@ -22,43 +22,6 @@ from kvturn_router.telemetry import Telemetry, trace_context
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
-
-
-def told(span: trace_pb2.Span) -> dict[str, str | int | float]:
-    """Returns a span's attributes."""
-    return {
-        item.key: getattr(item.value, str(item.value.WhichOneof("value")))
-        for item in span.attributes
-    }
-
-
-class Recording:
-    """Telemetry that a test can read."""
-
-    def __init__(self) -> None:
-        self._spans: list[bytes] = []
-        self.telemetry = Telemetry(self)
-
-    def export(self, spans: Sequence[bytes]) -> bool:
-        self._spans += spans
-        return True
-
-    def shutdown(self) -> None:
-        return
-
-    def spans(self, trace: str | None = None) -> list[trace_pb2.Span]:
-        self.telemetry.flush()
-        (resource_spans,) = request_of(self._spans).resource_spans
-        (attribute,) = [
-            item for item in resource_spans.resource.attributes if item.key == "service.name"
-        ]
-        assert attribute.value.string_value == "kvturn-router"
-        (scope,) = resource_spans.scope_spans
-        return [span for span in scope.spans if trace is None or span.trace_id.hex() == trace]
-
-    def turn(self, trace: str | None = None) -> trace_pb2.Span:
-        (turn,) = [span for span in self.spans(trace) if span.name == "turn"]
-        return turn
 
 
 def span_id(traceparent: str | None) -> bytes:

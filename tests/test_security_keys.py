@@ -9,7 +9,7 @@ import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from recorded_spans import Recording
 from router_harness import Client, FakeLease, router, turn_body
 from stub_engine import CHAT
 
@@ -19,7 +19,6 @@ from kvturn.watched import LOOK_INTERVAL_S, FileFault, Watched, warn_of_open_sec
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.errors import TurnError
 from kvturn_router.keys import ApiKeys, operator_of
-from kvturn_router.telemetry import Telemetry
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 KEY = "kvt-0123456789abcdef"
@@ -174,19 +173,19 @@ async def test_no_key_and_no_prompt_is_in_logs_or_spans(
 ) -> None:
     """At the most talkative level, for turns that go well, are refused and fail."""
     caplog.set_level(logging.DEBUG)
-    spans = InMemorySpanExporter()
-    telemetry = Telemetry(spans)
+    recording = Recording()
     secret = "the launch code is 0000"
     body = turn_body(messages=[{"role": "user", "content": secret}])
     lease = FakeLease()
-    async with router(f"--api-keys-file={keys_file}", lease=lease, telemetry=telemetry) as rig:
+    async with router(
+        f"--api-keys-file={keys_file}", lease=lease, telemetry=recording.telemetry
+    ) as rig:
         assert (await rig.post(body, headers=[bearer(KEY)])).status == 200
         assert (await rig.post(body, headers=[bearer("kvt-wrongwrong")])).status == 401
         rig.decode.script(CHAT, lambda _, reply: reply.raw(b"no HTTP at all\r\n\r\n"))
         assert (await rig.post(body, headers=[bearer(KEY)])).status == 502
-    telemetry.shutdown()
-    told = caplog.text + b"".join(spans.get_finished_spans()).decode("latin-1")
-    assert '"name": "turn"' in told
+    told = caplog.text + "".join(map(str, recording.spans()))
+    assert 'name: "turn"' in told
     for word in (KEY, "kvt-wrong", "launch", "remote_block_ids"):
         assert word not in told
 

@@ -12,7 +12,7 @@ from typing import Final
 
 from hypothesis import strategies as st
 
-ROUTES: Final = ("/v1/chat/completions", "/v1/completions")
+ROUTES: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 
 NAMES: Final = (
     *("model", "messages", "prompt", "input", "stream", "stream_options", "n", "best_of"),
@@ -21,6 +21,7 @@ NAMES: Final = (
     *("prompt_embeds", "vllm_xargs", "kv_transfer_params", "ec_transfer_params", "request_id"),
     *("conversation_id", "session_id", "prompt_cache_key", "return_token_ids", "tools"),
     *("temperature", "max_output_tokens", "previous_response_id", "background", "store"),
+    *("truncation", "metadata", "return_prompt_text", "stream_interval"),
     *("", "Model", "mod\u00e9l", "a b", 'quo"te', "\\", "__proto__", "\U0001f600"),
 )
 
@@ -128,6 +129,8 @@ _fitting: Final[dict[str, st.SearchStrategy[str]]] = {
     "stream": _words,
     "vllm_xargs": _object(_values),
     "session_id": _string(),
+    "tools": _array(st.one_of(_values, st.just('{"type":"function"}'))),
+    "previous_response_id": st.one_of(_string(), st.just('"resp_' + "0" * 48 + 'Yw"')),
     "conversation_id": _string(),
 }
 

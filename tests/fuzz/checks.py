@@ -10,6 +10,11 @@ from kvturn_router.body import WITHHELD, decode_parts, prefill_parts
 from kvturn_router.errors import TurnError
 from kvturn_router.history import ANSWERS_MAX, history_of
 from kvturn_router.intake import Intake, TurnRequest
+from kvturn_router.responses import (
+    RESPONSES,
+    responses_decode_parts,
+    responses_prefill_parts,
+)
 
 TRANSFER: Final = b'{"do_remote_decode":true}'
 
@@ -20,6 +25,19 @@ _NOT_FOR_PREFILL: Final = frozenset(
         *("min_tokens", "stop", "n", "best_of", "return_token_ids", "return_prompt_text"),
     )
 )
+
+_NOT_FOR_PREFILL_RESPONDING: Final = frozenset(
+    (
+        *("background", "enable_response_messages", "max_output_tokens", "metadata", "store"),
+        *("stream", "stop"),
+    )
+)
+_ONE_TOKEN: Final[list[tuple[str, Any]]] = [("stream", False), ("max_tokens", "1")]
+_ONE_TOKEN_RESPONDING: Final[list[tuple[str, Any]]] = [
+    ("stream", False),
+    ("store", False),
+    ("max_output_tokens", "1"),
+]
 
 _intake = Intake(None, lambda scope: f"conv-of-{scope[:40]}")
 
@@ -45,25 +63,33 @@ def check_body(body: bytes, path: str) -> bool:
 
 def check_refusal(status: int, answer: bytes) -> None:
     """Checks that a refusal has OpenAI's shape."""
-    assert status == 400
     error = json.loads(answer)["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     assert error["message"]
     assert len(error["message"]) < 2_000
     assert error["type"] == "invalid_request_error"
     assert error["code"] == status
+    assert status == (404 if error["message"].startswith("Response with id") else 400)
 
 
 def check_legs(turn: TurnRequest, given: Pairs) -> None:
     """Checks that both legs are what came, but for what is taken out and added."""
     kept = Pairs((name, _kept(name, value)) for name, value in given if name not in WITHHELD)
     transfer = ("kv_transfer_params", read(TRANSFER))
-    assert read(b"".join(decode_parts(turn.members, TRANSFER))) == [*kept, transfer]
-    shaping = [(name, value) for name, value in kept if name not in _NOT_FOR_PREFILL]
-    limits = [("stream", False), ("max_tokens", "1")]
-    if "max_completion_tokens" in dict(given):
-        limits.append(("max_completion_tokens", "1"))
-    assert read(b"".join(prefill_parts(turn.members, TRANSFER))) == [*shaping, *limits, transfer]
+    if turn.path == RESPONSES:
+        decode = responses_decode_parts(turn.members, TRANSFER, "resp_1")
+        prefill = responses_prefill_parts(turn.members, TRANSFER)
+        more, limits = [("request_id", "resp_1")], _ONE_TOKEN_RESPONDING
+        left_out = _NOT_FOR_PREFILL_RESPONDING
+    else:
+        decode = decode_parts(turn.members, TRANSFER)
+        prefill = prefill_parts(turn.members, TRANSFER)
+        more, limits, left_out = [], list(_ONE_TOKEN), _NOT_FOR_PREFILL
+        if "max_completion_tokens" in dict(given):
+            limits.append(("max_completion_tokens", "1"))
+    assert read(b"".join(decode)) == [*kept, *more, transfer]
+    shaping = [(name, value) for name, value in kept if name not in left_out]
+    assert read(b"".join(prefill)) == [*shaping, *limits, transfer]
 
 
 def _kept(name: str, value: Any) -> Any:

@@ -9,15 +9,20 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from kvturn_router.body import DEPTH_MAX
 from kvturn_router.conversation import NAME_BYTES_MAX
 from kvturn_router.intake import CHAT, COMPLETIONS
+from kvturn_router.responses import RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+_EVERYWHERE: Final[Mapping[str, tuple[str, ...]]] = {
     "model": ("string",),
     "stream": ("boolean",),
     "stream_options": ("object",),
     "vllm_xargs": ("object",),
+    "return_token_ids": ("boolean",),
+    "conversation_id": ("string",),
+}
+_COMPLETING: Final[Mapping[str, tuple[str, ...]]] = {
     "n": ("number",),
     "best_of": ("number",),
     "max_tokens": ("number",),
@@ -25,21 +30,36 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "truncate_prompt_tokens": ("number",),
     "echo": ("boolean",),
     "use_beam_search": ("boolean",),
-    "return_token_ids": ("boolean",),
     "prompt_logprobs": ("number",),
     "routed_experts_prompt_start": ("number",),
     "prompt_embeds": ("string", "array"),
-    "conversation_id": ("string",),
 }
-"""Members that the router looks at on every route, and the kinds they may be of; null is none."""
+_RESPONDING: Final[Mapping[str, tuple[str, ...]]] = {
+    "max_output_tokens": ("number",),
+    "background": ("boolean",),
+    "truncation": ("string",),
+    "tools": ("array",),
+    "previous_response_id": ("string",),
+}
+
+KINDS: Final[Mapping[str, Mapping[str, tuple[str, ...]]]] = {
+    CHAT: {**_EVERYWHERE, **_COMPLETING},
+    COMPLETIONS: {**_EVERYWHERE, **_COMPLETING},
+    RESPONSES: {**_EVERYWHERE, **_RESPONDING},
+}
+"""Members that the router looks at on each route, and the kinds they may be of; null is none."""
 
 NEEDED: Final[Mapping[str, tuple[str, tuple[str, ...]]]] = {
     CHAT: ("messages", ("array",)),
     COMPLETIONS: ("prompt", ("string", "array")),
+    RESPONSES: ("input", ("string", "array")),
 }
 """What each route needs, and of what kinds."""
 
-_AS_FLOAT: Final = ("n", "best_of", "max_tokens", "max_completion_tokens", "truncate_prompt_tokens")
+_AS_FLOAT: Final = {
+    **dict.fromkeys((CHAT, COMPLETIONS), tuple(_COMPLETING)[:5]),
+    RESPONSES: ("max_output_tokens",),
+}
 _NAMES: Final = ("model", "conversation_id")
 _SCOPES: Final = ("session_id", "prompt_cache_key")
 
@@ -118,11 +138,13 @@ def _halved(value: Any) -> bool:
 def _faults(members: dict[str, Any], path: str) -> set[str | None]:
     given = {name: value for name, value in members.items() if value is not None}
     faults: set[str | None] = {
-        name for name, kinds in KINDS.items() if name in given and _kind(given[name]) not in kinds
+        name
+        for name, kinds in KINDS[path].items()
+        if name in given and _kind(given[name]) not in kinds
     }
     faults |= {
         name
-        for name in _AS_FLOAT
+        for name in _AS_FLOAT[path]
         if isinstance(given.get(name), Number) and not math.isfinite(float(given[name]))
     }
     for name in _NAMES:
@@ -130,6 +152,8 @@ def _faults(members: dict[str, Any], path: str) -> set[str | None]:
         if type(value) is str and not 1 <= len(value.encode()) <= NAME_BYTES_MAX:
             faults.add(name)
     faults |= _scope_faults(given)
+    if path == RESPONSES and "previous_response_id" in given:
+        faults.add("previous_response_id")  # No response of that name was made here.
     needed, kinds = NEEDED[path]
     if needed in given:
         faults |= set() if _kind(given[needed]) in kinds else {needed}

@@ -41,6 +41,7 @@ SESSION_HEADERS = (
 """Headers in which agents name their session, the most telling first."""
 
 _session = re.compile(r"[\x21-\x7e]{1,256}")
+_plain = re.compile(r"[\x21-\x24\x26-\x7e]+")
 _VISIBLE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) != "%")
 
 
@@ -109,9 +110,8 @@ def session_of(headers: Mapping[str, str], names: Sequence[str]) -> str:
     That is 1 to 256 visible ASCII characters. `headers` have lower-case names.
     """
     for name in names:
-        value = headers.get(name)
-        if value is not None and _session.fullmatch(value):
-            return value
+        if name in headers and _session.fullmatch(headers[name]):
+            return headers[name]
     return ""
 
 
@@ -133,4 +133,4 @@ def checked_absence_s(field: str, absence_s: float) -> float:
 
 def header_value(name: str) -> bytes:
     """Returns a name as a header value: percent-encoded where not visible ASCII."""
-    return quote(name, safe=_VISIBLE).encode()
+    return name.encode() if _plain.fullmatch(name) else quote(name, safe=_VISIBLE).encode()

@@ -64,32 +64,51 @@ class ConversationBook:
         return None if record is None else self._log.read(record[_head.size :])
 
 
+class _Words(dict[str, int]):
+    """Verdicts, plans and engines, numbered as they come; engines beyond its end have no name."""
+
+    def __init__(self) -> None:
+        self.spelt = ["", *(verdict.value for verdict in Verdict)]
+        super().__init__((word, number) for number, word in enumerate(self.spelt))
+
+    def __missing__(self, word: str) -> int:
+        if len(self.spelt) == _WORDS_MAX:
+            return 0
+        self[str(word)] = len(self.spelt)
+        self.spelt.append(str(word))
+        return self[word]
+
+
 class _TurnLog:
     """Writes and reads the reports of turns, one after the other.
 
-    Times are kept in microseconds, up to 4,294 s. Verdicts, plans and engines
-    are numbers in a list of words; of engines beyond its end the name is lost.
+    Times are kept in microseconds, up to 4,294 s.
     """
 
     def __init__(self) -> None:
-        self._words = ["", *(verdict.value for verdict in Verdict)]
-        self._numbers = {word: number for number, word in enumerate(self._words)}
+        self._words = _Words()
 
     def written(self, report: TurnReport) -> bytes:
         """Returns a log of one turn."""
+        numbers: tuple[int, ...] = (
+            report.turn,
+            report.prompt_tokens,
+            report.reused_tokens,
+            report.local_tokens,
+            report.output_tokens,
+            round(report.prefill_ms * 1000),
+            round(report.read_ms * 1000),
+            round(report.first_byte_ms * 1000),
+        )
+        if max(numbers) > _UINT32_MAX:
+            numbers = tuple(min(number, _UINT32_MAX) for number in numbers)
+        words = self._words
         return _turn.pack(
-            self._number(report.verdict),
-            self._number(report.plan),
-            self._number(report.prefill_engine),
-            self._number(report.decode_engine),
-            min(report.turn, _UINT32_MAX),
-            min(report.prompt_tokens, _UINT32_MAX),
-            min(report.reused_tokens, _UINT32_MAX),
-            min(report.local_tokens, _UINT32_MAX),
-            min(report.output_tokens, _UINT32_MAX),
-            _microseconds(report.prefill_ms),
-            _microseconds(report.read_ms),
-            _microseconds(report.first_byte_ms),
+            words[report.verdict],
+            words[report.plan],
+            words[report.prefill_engine],
+            words[report.decode_engine],
+            *numbers,
             report.read_bytes,
         )
 
@@ -113,31 +132,19 @@ class _TurnLog:
         first_byte_us: int,
         read_bytes: int,
     ) -> TurnReport:
+        spelt = self._words.spelt
         return TurnReport(
             turn=turn,
-            verdict=Verdict(self._words[verdict]),
+            verdict=Verdict(spelt[verdict]),
             prompt_tokens=prompt_tokens,
             reused_tokens=reused_tokens,
             local_tokens=local_tokens,
             prefill_ms=prefill_us / 1000,
             read_ms=read_us / 1000,
             read_bytes=read_bytes,
-            plan=self._words[plan],
+            plan=spelt[plan],
             first_byte_ms=first_byte_us / 1000,
             output_tokens=output_tokens,
-            prefill_engine=self._words[prefill_engine],
-            decode_engine=self._words[decode_engine],
+            prefill_engine=spelt[prefill_engine],
+            decode_engine=spelt[decode_engine],
         )
-
-    def _number(self, word: str) -> int:
-        number = self._numbers.get(word)
-        if number is None:
-            if len(self._words) == _WORDS_MAX:
-                return 0
-            number = self._numbers[word] = len(self._words)
-            self._words.append(str(word))
-        return number
-
-
-def _microseconds(milliseconds: float) -> int:
-    return min(round(milliseconds * 1000), _UINT32_MAX)

@@ -13,8 +13,7 @@ class Gate:
         self._turns_max = turns_max
         self.turns = 0
         self.draining = False
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._emptied = asyncio.Event()
 
     def enter(self) -> None:
         """Counts a turn in; `leave` must follow. Raises TurnError 429 or 503."""
@@ -28,14 +27,15 @@ class Gate:
                 retry_after_s=1,
             )
         self.turns += 1
-        self._empty.clear()
 
     def leave(self) -> None:
         """Counts a turn out."""
         self.turns -= 1
-        if not self.turns:
-            self._empty.set()
+        if self.draining and not self.turns:
+            self._emptied.set()
 
     async def empty(self) -> None:
-        """Waits until no turn is being served."""
-        await self._empty.wait()
+        """Waits until no turn is being served; `draining` must be set."""
+        assert self.draining
+        if self.turns:
+            await self._emptied.wait()

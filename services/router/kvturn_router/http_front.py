@@ -53,6 +53,9 @@ class TurnAnswer:
     def __init__(self, answer: HttpAnswer, request: TurnRequest) -> None:
         self._answer = answer
         self._request = request
+        # Called for each read of a stream: without a step in between.
+        self.write = answer.write
+        self.fail = answer.fail
 
     def start(
         self,
@@ -66,17 +69,9 @@ class TurnAnswer:
         lines = report_lines(self._request.key, report)
         if self._request.request_id is not None:
             lines += b"x-request-id: %b\r\n" % self._request.request_id.encode()
-        if length is None and not any(name == b"cache-control" for name, _ in headers):
+        if length is None and b"cache-control" not in dict(headers):
             lines += b"cache-control: no-cache\r\n"
         self._answer.begin(status, headers, length, flow, lines)
-
-    def write(self, data: bytes, last: bool) -> None:
-        """Sends more of the body."""
-        self._answer.write(data, last)
-
-    def fail(self, error: TurnError) -> None:
-        """Ends a begun answer that will not be whole."""
-        self._answer.fail(error)
 
 
 def report_lines(key: ConversationKey, report: TurnReport) -> bytes:
@@ -189,7 +184,10 @@ class HttpFront:
         turn = self._intake.turn(path, request.body, request.headers)
         request.body = b""
         self._gate.enter()
-        self._run(answer, lambda: self._serve_turn(answer, turn), self._turn_ended)
+        task = answer.loop.create_task(self._serve_turn(answer, turn))
+        answer.gone = task.cancel
+        self._tasks.add(task)
+        task.add_done_callback(self._turn_ended)
 
     def _turn_ended(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -203,17 +201,16 @@ class HttpFront:
             if turn.request_id is not None:
                 headers.append((b"x-request-id", turn.request_id.encode()))
             answer.refuse(error, headers)
+        except Exception:
+            _fail(answer)
 
-    def _run(
-        self,
-        answer: HttpAnswer,
-        work: Work,
-        ended: Callable[[asyncio.Task[None]], None] | None = None,
-    ) -> None:
+    # The other routes
+
+    def _run(self, answer: HttpAnswer, work: Work) -> None:
         task = answer.loop.create_task(self._guarded(answer, work))
         answer.gone = task.cancel
         self._tasks.add(task)
-        task.add_done_callback(ended or self._tasks.discard)
+        task.add_done_callback(self._tasks.discard)
 
     async def _guarded(self, answer: HttpAnswer, work: Work) -> None:
         try:
@@ -221,12 +218,7 @@ class HttpFront:
         except TurnError as error:
             answer.refuse(error)
         except Exception:
-            logger.exception("a request ended in a fault of the router")
-            failure = TurnError(500, "The router failed.", reason="INTERNAL")
-            if answer.started:
-                answer.fail(failure)
-            else:
-                answer.refuse(failure)
+            _fail(answer)
 
     # Responses that an engine keeps
 
@@ -370,6 +362,15 @@ def _allow(request: HttpRequest, *methods: str) -> None:
     if request.method in methods or (request.method == "HEAD" and "GET" in methods):
         return
     raise TurnError(405, f"Use {' or '.join(methods)} here.", reason="METHOD_NOT_ALLOWED")
+
+
+def _fail(answer: HttpAnswer) -> None:
+    logger.exception("a request ended in a fault of the router")
+    failure = TurnError(500, "The router failed.", reason="INTERNAL")
+    if answer.started:
+        answer.fail(failure)
+    else:
+        answer.refuse(failure)
 
 
 def _require_json(request: HttpRequest) -> None:

@@ -260,9 +260,8 @@ class ClientConnection(asyncio.Protocol):
         self._last_read = self.loop.time()
         # The request being read.
         self._target = b""
+        self._fields: list[tuple[bytes, bytes]] = []
         self._headers: dict[str, str] = {}
-        self._header_count = 0
-        self._field_bytes = 0
         self._body: list[bytes] = []
         self._body_bytes = 0
         self._head_bytes = 0
@@ -370,11 +369,11 @@ class ClientConnection(asyncio.Protocol):
         if self._closing or self._refused is not None:
             return
         self._reading = True
+        self._feed(data)
         if self._in_head:
             self._head_bytes += len(data)
-        self._feed(data)
-        if self._in_head and self._head_bytes > self.listener.limits.head_bytes_max:
-            self._refuse_head()
+            if self._head_bytes > self.listener.limits.head_bytes_max:
+                self._refuse_head()
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -411,9 +410,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_message_begin(self) -> None:
         self._target = b""
-        self._headers = {}
-        self._header_count = 0
-        self._field_bytes = 0
+        self._fields = []
         self._body = []
         self._body_bytes = 0
         self._in_head = True
@@ -423,24 +420,17 @@ class ClientConnection(asyncio.Protocol):
         self._target += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._in_head:
-            # A trailer: nothing here is read after the body.
-            return
-        self._header_count += 1
-        self._field_bytes += len(name) + len(value)
-        key = _NAMES.get(name) or name.lower().decode("latin-1")
-        text = value.decode("latin-1")
-        headers = self._headers
-        headers[key] = f"{headers[key]}, {text}" if key in headers else text
-        if (
-            self._header_count > _HEADERS_MAX
-            or self._field_bytes > self.listener.limits.head_bytes_max
-        ):
-            self._refuse_head()
+        if self._in_head:  # Else a trailer: nothing here is read after the body.
+            self._fields.append((name, value))
 
     def on_headers_complete(self) -> None:
         self._in_head = False
         self._head_bytes = 0
+        self._headers = headers_of(self._fields)
+        size = sum([len(name) + len(value) for name, value in self._fields])
+        if len(self._fields) > _HEADERS_MAX or size > self.listener.limits.head_bytes_max:
+            self._refuse_head()
+            return
         self._upgrading = self._parser.should_upgrade()
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
@@ -553,6 +543,18 @@ def head_bytes(status: int, headers: Sequence[tuple[bytes, bytes]], more: bytes)
     """Returns the head of an answer as it goes on the wire; `more` are further lines of it."""
     lines = b"".join([b"%b: %b\r\n" % header for header in headers])
     return b"HTTP/1.1 %d %b\r\n%b%b\r\n" % (status, _REASONS.get(status, b""), lines, more)
+
+
+def headers_of(fields: Sequence[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Returns headers by lower-case name; the values of one sent again are joined by commas."""
+    headers: dict[str, str] = {}
+    for name, value in fields:
+        key = _NAMES.get(name) or name.lower().decode("latin-1")
+        if key in headers:
+            headers[key] += ", " + value.decode("latin-1")
+        else:
+            headers[key] = value.decode("latin-1")
+    return headers
 
 
 def _is_event_stream(headers: Sequence[tuple[bytes, bytes]]) -> bool:

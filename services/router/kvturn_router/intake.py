@@ -86,8 +86,8 @@ def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
 
 def client_request_id(headers: Mapping[str, str]) -> str | None:
     """Returns the client's X-Request-Id, None if it sent none that can be echoed."""
-    request_id = headers.get("x-request-id", "")
-    return request_id if _client_id.fullmatch(request_id) else None
+    request_id = headers.get("x-request-id")
+    return request_id if request_id and _client_id.fullmatch(request_id) else None
 
 
 @dataclass(frozen=True, slots=True)
