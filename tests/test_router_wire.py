@@ -395,6 +395,40 @@ async def test_a_request_that_does_not_come_whole_is_a_408():
         assert await idle.reader.read() == b""
 
 
+@pytest.mark.parametrize("in_body", [False, True])
+async def test_a_request_that_comes_byte_by_byte_is_a_408_in_the_end(in_body):
+    """Its bytes never stop, but its head may take 30 s, and all of it 300 s."""
+    async with router() as rig:
+        listener = rig.server._listener
+        client = await rig.client()
+        client.writer.write(b"POST / HTTP/1.1\r\nx: a")
+        if in_body:
+            client.writer.write(b"\r\ncontent-length: 9\r\n\r\na")
+        await rig.until(lambda: any(connection._reading for connection in listener.connections))
+        (connection,) = (each for each in listener.connections if each._reading)
+        began = connection._began
+        most = listener.limits.whole_s if in_body else listener.limits.request_s
+        connection._last_read = began + most - 1
+        listener.sweep(began + most - 1)
+        assert connection._refused is None
+        connection._last_read = began + most + 1
+        listener.sweep(began + most + 1)
+        assert (await client.answer()).status == 408
+
+
+async def test_a_refused_client_that_never_stops_sending_is_given_up():
+    """What follows a refused request is dropped for a while, not for ever."""
+    async with router() as rig:
+        listener = rig.server._listener
+        client = await rig.client()
+        client.writer.write(b"no request at all\r\n\r\n")
+        assert (await client.answer()).status == 400
+        (connection,) = (each for each in listener.connections if each._closing)
+        connection._last_read = connection._began + listener.limits.request_s + 1
+        listener.sweep(connection._last_read)
+        await rig.until(lambda: connection not in listener.connections)
+
+
 async def test_an_expectation_sent_ahead_is_not_answered_within_another_answer():
     """While a stream is under way, the next request's Expect gets no interim answer into it."""
     async with router() as rig:

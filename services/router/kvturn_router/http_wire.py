@@ -73,14 +73,16 @@ class WireLimits:
     """Limits on one connection.
 
     Bodies above `body_bytes_max` are refused with 413, heads above
-    `head_bytes_max` with 431. A request whose bytes stop coming for `request_s`
-    is refused, an idle connection is closed after `idle_s`, and a client that
+    `head_bytes_max` with 431. A request whose bytes stop coming for `request_s`,
+    whose head takes longer than that or that is not whole after `whole_s` is
+    refused, an idle connection is closed after `idle_s`, and a client that
     takes nothing of its answer for `stall_s` is given up.
     """
 
     body_bytes_max: int
     head_bytes_max: int
     request_s: float = 30.0
+    whole_s: float = 300.0
     idle_s: float = 120.0
     stall_s: float = 300.0
 
@@ -258,6 +260,8 @@ class ClientConnection(asyncio.Protocol):
         self._blocked = False
         self._blocked_at = 0.0
         self._last_read = self.loop.time()
+        # When the request began that is being read, or was refused.
+        self._began = self._last_read
         # The request being read.
         self._target = b""
         self._fields: list[tuple[bytes, bytes]] = []
@@ -281,10 +285,12 @@ class ClientConnection(asyncio.Protocol):
             return
         quiet_s = now - self._last_read
         if self._closing:
-            if quiet_s > _DISCARD_S:
+            if quiet_s > _DISCARD_S or now - self._began > self.listener.limits.request_s:
                 self.abort()
         elif self._reading:
-            if quiet_s > self.listener.limits.request_s:
+            limits = self.listener.limits
+            whole_s = limits.request_s if self._in_head else limits.whole_s
+            if quiet_s > limits.request_s or now - self._began > whole_s:
                 self._refuse(TurnError(408, "The request did not come whole.", reason="SLOW"))
         elif quiet_s > self.listener.limits.idle_s:
             self.close()
@@ -309,7 +315,7 @@ class ClientConnection(asyncio.Protocol):
         """Called by the answer: it has ended."""
         self._current = None
         self._flow = None
-        self._last_read = self.loop.time()
+        self._began = self._last_read = self.loop.time()
         if not keeps or self.listener.draining:
             self.close()
         elif self._ahead:
@@ -415,6 +421,7 @@ class ClientConnection(asyncio.Protocol):
         self._body_bytes = 0
         self._in_head = True
         self._reading = True
+        self._began = self._last_read
 
     def on_url(self, url: bytes) -> None:
         self._target += url
@@ -529,6 +536,7 @@ class ClientConnection(asyncio.Protocol):
         if error is None or self._closing:
             return
         self._closing = True
+        self._began = self.loop.time()
         body = error.body()
         more = b"content-length: %d\r\nconnection: close\r\n" % len(body)
         more += self.listener.date_line()
