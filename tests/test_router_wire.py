@@ -210,6 +210,23 @@ async def test_a_head_above_the_limit_is_a_431():
         assert (await client.answer()).status == 431
 
 
+async def test_long_bodies_are_no_heads_however_often_they_come():
+    """Requests far longer than a head may be, in many pieces, on one kept-alive connection."""
+    body = json.dumps(turn_body(messages=[{"role": "user", "content": "x" * 300_000}])).encode()
+    async with router() as rig:
+        client = await rig.client()
+        head = b"POST %b HTTP/1.1\r\nhost: r\r\ncontent-type: application/json\r\n" % CHAT.encode()
+        for _ in range(3):
+            client.writer.write(head + b"content-length: %d\r\n\r\n" % len(body))
+            for start in range(0, len(body), 50_000):
+                client.writer.write(body[start : start + 50_000])
+                await client.writer.drain()
+            assert (await client.answer()).status == 200
+        assert [len(seen.json["messages"][0]["content"]) for seen in rig.decode.turns] == [
+            300_000
+        ] * 3
+
+
 @pytest.mark.parametrize(
     "data",
     [

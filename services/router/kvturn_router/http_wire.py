@@ -375,11 +375,11 @@ class ClientConnection(asyncio.Protocol):
         if self._closing or self._refused is not None:
             return
         self._reading = True
-        self._feed(data)
         if self._in_head:
             self._head_bytes += len(data)
-            if self._head_bytes > self.listener.limits.head_bytes_max:
-                self._refuse_head()
+        self._feed(data)
+        if self._in_head and self._head_bytes > self.listener.limits.head_bytes_max:
+            self._refuse_head()
 
     def _feed(self, data: bytes) -> None:
         try:
