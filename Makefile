@@ -4,10 +4,11 @@ SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+MINUTES ?= 30
 BENCH_OUT ?= bench/policy
 SIM_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all sim lint type check-protos proto lock bench-lease bench-policy bench-engine clean
+.PHONY: help setup demo up down test test-fast test-all sim fuzz lint type check-protos proto lock bench-lease bench-router bench-local bench-policy bench-engine clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -42,6 +43,9 @@ test-all: test sim ## Run make test, the full simulation and the fault matrix
 sim: setup-fast ## Simulate the lease rules: 20,000 seeds, then every mutant (SEED=n replays one)
 	PYTHONPATH=tests $(BIN)/python -m sim $(if $(SEED),--seed $(SEED)) $(SIM_ARGS)
 
+fuzz: setup-fast ## Throw broken requests at the router's fronts for MINUTES of CPU time (30)
+	PYTHONPATH=tests $(BIN)/python -m fuzz --minutes $(MINUTES)
+
 lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
@@ -62,6 +66,12 @@ lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 
 bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
 	$(BIN)/python -m bench.lease $(BENCH_ARGS)
+
+bench-router: setup-fast ## Compare what the router costs with its peers (an hour, on a quiet machine)
+	$(BIN)/python -m bench.router $(BENCH_ARGS)
+
+bench-local: setup ## Measure when decode alone beats a read, and how well the router picks (needs a quiet machine)
+	@$(BIN)/python -m bench.local $(BENCH_ARGS)
 
 bench-engine: setup ## Measure idle and pressed engines beside stock ones (minutes, on a quiet machine)
 	@$(BIN)/python -m bench.engine $(BENCH_ARGS)

@@ -28,6 +28,7 @@ PACKAGES = (
 )
 UPSTREAM_KEYS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
 FLAGS_OF_OTHERS = {
+    "--allowed-media-domains",
     "--auto-compaction-mode",
     "--auto-compaction-retention",
     "--enable-prompt-tokens-details",
