@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvturn_cli.chat import reuse_line
 from kvturn_cli.turn import RouterClient, read_report
 
 REPORT = {
@@ -21,6 +22,14 @@ REPORT = {
     "x-kvturn-prefill-ms": "120.5",
     "x-kvturn-read-ms": "12.25",
     "x-kvturn-read-bytes": "11796480",
+}
+
+LOCAL_REPORT = {
+    "x-kvturn-conversation": "c-1",
+    "x-kvturn-verdict": "local",
+    "x-kvturn-plan": "local",
+    "x-kvturn-prompt-tokens": "0",
+    "x-kvturn-local-tokens": "0",
 }
 
 
@@ -68,7 +77,8 @@ class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
         if "keepalive" in self.path:
             self._answer("application/json", "{}")
             return
-        if "fail" in body["messages"][-1]["content"]:
+        last = body["messages"][-1]["content"]
+        if "fail" in last:
             self.send_error(503)
             return
         deltas: list[dict[str, str]] = [{"role": "assistant"}, {"content": "Hello"}]
@@ -77,7 +87,11 @@ class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
             f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n"
             for delta in deltas
         )
-        self._answer("text/event-stream", f"{events}data: [DONE]\n\n", REPORT)
+        usage = {"prompt_tokens": 300, "completion_tokens": 2, "total_tokens": 302}
+        usage["prompt_tokens_details"] = {"cached_tokens": 256}  # type: ignore[assignment]
+        events += f"data: {json.dumps({'choices': [], 'usage': usage})}\n\n"
+        told = LOCAL_REPORT if "local" in last else REPORT
+        self._answer("text/event-stream", f"{events}data: [DONE]\n\n", told)
 
 
 @pytest.fixture
@@ -123,6 +137,17 @@ def test_a_baseline_turns_reuse_off_and_a_key_is_sent(router: FakeRouter) -> Non
     assert alive[:2] == ("POST", "/kvturn/v1/conversations/c%2F1/keepalive?model=tiny")
     assert end[:2] == ("DELETE", "/kvturn/v1/conversations/c%2F1?model=tiny")
     assert {request[2]["authorization"] for request in router.requests} == {"Bearer secret"}
+
+
+def test_a_turn_that_decode_serves_alone_tells_its_tokens_at_its_end(router: FakeRouter) -> None:
+    """Its headers come before anybody knows them; the usage of the last chunk says them."""
+    with RouterClient(router.url, "", 10) as client:
+        messages = [{"role": "user", "content": "local"}]
+        result = client.turn("tiny", messages, "c-1", max_tokens=9)
+    assert (result.plan, result.verdict) == ("local", "local")
+    assert (result.prompt_tokens, result.local_tokens, result.reused_tokens) == (300, 256, 0)
+    assert router.requests[-1][3]["stream_options"] == {"include_usage": True}
+    assert "with 256 of 300 prompt tokens held" in reuse_line(result)
 
 
 def test_headers_that_are_absent_or_broken_count_as_nothing() -> None:

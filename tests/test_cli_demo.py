@@ -70,7 +70,9 @@ def test_a_text_that_is_not_the_licence_is_refused() -> None:
         pieces("MIT License")
 
 
-RESULT = TurnResult("text", 250.04, "demo-1", "reused", 1744, 1276, 0, 201.26, 12.345, 29_400_000)
+RESULT = TurnResult(
+    *("text", 250.04, "demo-1", "reused", "pull", 1744, 1276, 0, 201.26, 12.345, 29_400_000)
+)
 BASELINE = dataclasses.replace(
     RESULT, ttft_ms=1000.0, verdict="turned_off", reused_tokens=0, read_bytes=0
 )

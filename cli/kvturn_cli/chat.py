@@ -53,6 +53,11 @@ def fail(message: str) -> int:
 
 def reuse_line(result: TurnResult) -> str:
     """Returns the line shown under a reply."""
+    if result.plan == "local":
+        return (
+            f"{result.verdict}: decode served it alone, with {result.local_tokens} of"
+            f" {result.prompt_tokens} prompt tokens held, TTFT {result.ttft_ms:.0f} ms"
+        )
     line = (
         f"{result.verdict or 'no verdict'}: {result.reused_tokens} of {result.prompt_tokens} prompt"
         f" tokens reused, TTFT {result.ttft_ms:.0f} ms, prefill {result.prefill_ms:.0f} ms"

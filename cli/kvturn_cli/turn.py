@@ -10,6 +10,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 import openai
+from openai.types import CompletionUsage
 
 Message = dict[str, str]
 
@@ -29,12 +30,14 @@ class TurnResult:
     """The conversation, minted by the router if the client named none."""
     verdict: str
     """Why KV was reused or not (common.proto); empty when not told by a kvturn router."""
+    plan: str
+    """How the router had the turn served (common.proto's PlanKind); empty as above."""
     prompt_tokens: int
     """Tokens of the prompt."""
     reused_tokens: int
     """Tokens whose KV prefill read from the decode engine."""
     local_tokens: int
-    """Tokens that prefill found in its own prefix cache."""
+    """Tokens that the engine which computed the prompt found in its own prefix cache."""
     prefill_ms: float
     """Duration of the prefill leg."""
     read_ms: float
@@ -43,8 +46,13 @@ class TurnResult:
     """Bytes read."""
 
 
-def read_report(headers: Mapping[str, str], text: str, ttft_ms: float) -> TurnResult:
-    """Returns the turn that a router's x-kvturn-* headers report; what is absent counts as 0."""
+def read_report(
+    headers: Mapping[str, str], text: str, ttft_ms: float, usage: CompletionUsage | None = None
+) -> TurnResult:
+    """Returns the turn that a router's x-kvturn-* headers report; what is absent counts as 0.
+
+    Of a turn that decode served alone only `usage`, at the answer's end, tells the tokens.
+    """
 
     def number(name: str) -> float:
         try:
@@ -52,14 +60,21 @@ def read_report(headers: Mapping[str, str], text: str, ttft_ms: float) -> TurnRe
         except ValueError:
             return 0.0
 
+    prompt_tokens = int(number("prompt-tokens"))
+    local_tokens = int(number("local-tokens"))
+    if not prompt_tokens and usage is not None:
+        prompt_tokens = usage.prompt_tokens
+        details = usage.prompt_tokens_details
+        local_tokens = (details.cached_tokens if details else None) or 0
     return TurnResult(
         text=text,
         ttft_ms=ttft_ms,
         conversation_id=headers.get("x-kvturn-conversation", ""),
         verdict=headers.get("x-kvturn-verdict", ""),
-        prompt_tokens=int(number("prompt-tokens")),
+        plan=headers.get("x-kvturn-plan", ""),
+        prompt_tokens=prompt_tokens,
         reused_tokens=int(number("reused-tokens")),
-        local_tokens=int(number("local-tokens")),
+        local_tokens=local_tokens,
         prefill_ms=number("prefill-ms"),
         read_ms=number("read-ms"),
         read_bytes=int(number("read-bytes")),
@@ -134,21 +149,24 @@ class RouterClient:
             model=model,
             messages=sent,
             stream=True,
+            stream_options={"include_usage": True},
             max_tokens=max_tokens,
             temperature=temperature,
             extra_headers=headers,
         )
         pieces: list[str] = []
         first_s: float | None = None
+        usage: CompletionUsage | None = None
         with answer.parse() as stream:
             for chunk in stream:
+                usage = chunk.usage or usage
                 piece = chunk.choices[0].delta.content if chunk.choices else None
                 if piece:
                     first_s = first_s or time.perf_counter()
                     pieces.append(piece)
                     on_text(piece)
         ttft_ms = ((first_s or time.perf_counter()) - began_s) * 1_000
-        return read_report(answer.headers, "".join(pieces), ttft_ms)
+        return read_report(answer.headers, "".join(pieces), ttft_ms, usage)
 
     def keep_alive(self, model: str, conversation_id: str) -> None:
         """Tells that the client is still there. Raises an httpx error when nobody hears it."""
