@@ -127,6 +127,8 @@ class Forwarder:
         self.lease = lease
         self.stock = stock
         self._turns: set[_Turn] = set()
+        self.awaiting_grant: set[_Turn] = set()
+        """Turns that were served and of which only the grant will tell all."""
         self._releases: set[asyncio.Task[None]] = set()
 
     @property
@@ -152,6 +154,11 @@ class Forwarder:
         """Ends every turn with an error."""
         for turn in list(self._turns):
             turn.end_with(error)
+
+    def tell_all(self) -> None:
+        """Tells of turns whose grant is awaited what is known by now."""
+        for turn in list(self.awaiting_grant):
+            turn.tell()
 
     async def reports(self, key: ConversationKey) -> list[TurnReport]:
         """Returns a conversation's latest turns, oldest first.
@@ -644,7 +651,8 @@ class _Turn:
         if awaits_grant:
             # Only the grant tells how many tokens the prompt had. Until it comes the turn counts
             # as in flight.
-            self._grant_wait = self._forwarder.loop.call_later(_GRANT_WAIT_S, self._close, None)
+            self._grant_wait = self._forwarder.loop.call_later(_GRANT_WAIT_S, self.tell)
+            self._forwarder.awaiting_grant.add(self)
         else:
             self._close(fault)
 
@@ -652,13 +660,19 @@ class _Turn:
         if self._account.kind is not PlanKind.LOCAL:
             return
         self._account.retained = retained
-        if self._grant_wait is not None:
-            self._grant_wait.cancel()
-            self._close(None)
+        self.tell()
+
+    def tell(self) -> None:
+        """Waits no longer for the grant of the turn, if it does."""
+        if self._grant_wait is None:
+            return
+        self._grant_wait.cancel()
+        self._grant_wait = None
+        self._forwarder.awaiting_grant.discard(self)
+        self._close(None)
 
     def _close(self, fault: str | None) -> None:
         """Tells of the turn, to whom it concerns, what is known by now."""
-        self._grant_wait = None
         forwarder = self._forwarder
         request = self._request
         account = self._account

@@ -107,6 +107,7 @@ class Listener:
     admit: Admit | None = None
     connections: set["ClientConnection"] = field(default_factory=set)
     draining: bool = False
+    """Whether each connection is closed after the request that it serves, or serves next."""
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
     """Set whenever the last connection has gone."""
     _date_s: int = 0
@@ -125,11 +126,11 @@ class Listener:
         for connection in list(self.connections):
             connection.check_time(now)
 
-    def drain(self) -> None:
-        """Lets requests being served finish, and closes each connection after it."""
+    def close_idle(self) -> None:
+        """Closes each connection as soon as it serves nothing."""
         self.draining = True
         for connection in list(self.connections):
-            connection.drain()
+            connection.close_idle()
 
     def abort(self) -> None:
         """Ends every connection now."""
@@ -295,8 +296,8 @@ class ClientConnection(asyncio.Protocol):
         elif quiet_s > self.listener.limits.idle_s:
             self.close()
 
-    def drain(self) -> None:
-        """Closes the connection as soon as it serves nothing."""
+    def close_idle(self) -> None:
+        """Closes the connection if it serves nothing."""
         if self._current is None and not self._reading:
             self.close()
 

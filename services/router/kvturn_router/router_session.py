@@ -47,6 +47,8 @@ _SILENCE_S: Final = 1.0
 """How long a session may go on after an answer was missed without another word."""
 _END_PAUSE_S: Final = 0.005
 """How long the end of a turn waits for company; a turn that begins takes it along."""
+_LAST_WORDS_S: Final = 0.5
+"""How long the end of a session may take."""
 _STALL_NS: Final = 5_000_000
 """A timer that is later than this shows that the process stood still."""
 _RECONNECT_S_MIN: Final = 0.02
@@ -99,6 +101,7 @@ class RouterSession:
         self._deadline: asyncio.TimerHandle | None = None
         self._end_pause: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        self._stopping = False
         self._endpoint = ""
         self._problem = ""
         self._refused = ""
@@ -111,14 +114,27 @@ class RouterSession:
         self._task = self._loop.create_task(self._sessions())
 
     async def stop(self) -> None:
-        """Ends the session; turns in flight are over with it."""
+        """Ends the session once all is said and heard; turns in flight are over with it.
+
+        The end of a turn that was told too late would let its conversation's next turn, on another
+        router, miss its grant.
+        """
         for timer in (self._deadline, self._end_pause):
             if timer is not None:
                 timer.cancel()
+        self._stopping = True
+        self._gathered.set()
         if self._task is not None:
+            if self._endpoint:
+                await asyncio.wait((self._task,), timeout=_LAST_WORDS_S)
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
         self.turns.nobody_answers(Verdict.LEASE_SERVICE_UNREACHABLE)
+
+    @property
+    def settled(self) -> bool:
+        """Whether a session has begun, or nobody was found to begin one with."""
+        return self.sessions > 0 or not self.turns.answering
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -214,7 +230,7 @@ class RouterSession:
         pause_s = _RECONNECT_S_MIN
         tried: list[str] = []
         verdict = Verdict.LEASE_SERVICE_UNREACHABLE
-        while True:
+        while not self._stopping:
             endpoint = self.channels.leader.next(tried)
             if endpoint is None:
                 self.turns.nobody_answers(verdict)
@@ -262,7 +278,7 @@ class RouterSession:
         return began, store_unavailable
 
     async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:
-        """Returns when another endpoint leads; raises when the session is over otherwise."""
+        """Returns when another endpoint leads or all is said; raises if it ends otherwise."""
         stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
         call = stub.RouterSession(metadata=self.channels.metadata)  # type: ignore[call-arg]
         try:
@@ -293,7 +309,8 @@ class RouterSession:
             for part in parts:
                 if part.done():
                     part.result()
-                    raise ConnectionError("the session ended")
+                    if not self._stopping:
+                        raise ConnectionError("the session ended")
         finally:
             for part in (moved, *parts):
                 part.cancel()
@@ -306,6 +323,10 @@ class RouterSession:
             request = self.turns.take()
             if request is not None:
                 await call.write(request)
+            if self._stopping:
+                await call.done_writing()
+                # Once the service has read all it ends the stream.
+                await self._loop.create_future()
 
     async def _read(self, call: "_Call") -> None:
         while isinstance(response := await call.read(), lease_pb2.RouterSessionResponse):

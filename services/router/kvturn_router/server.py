@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import os
 import resource
 import socket
 from typing import Final
@@ -19,8 +20,11 @@ from kvturn_router.http_wire import ClientConnection, Listener
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
+_LOOK_S: Final = 0.01
 _HANDSHAKE_S: Final = 10.0
 """How long a client may take for a TLS handshake."""
+_UNDERWAY_S: Final = 0.5
+"""How long after the last connection was taken requests may be on their way on those there are."""
 _LAST_WORDS_S: Final = 0.5
 """How long clients have to take the error that ends their stream."""
 
@@ -67,23 +71,23 @@ class RouterServer:
         self.grpc_port: int | None = None
 
     async def start(self) -> None:
-        """Listens and begins to ask after the engines. Raises ListenError."""
+        """Asks after the engines, and listens once each has answered. Raises ListenError.
+
+        Until then it refuses connections, so that clients go to other routers, or wait: turns
+        that it took could not be served.
+        """
         _allow_many_connections()
-        if self._shares_ports:
-            # The other workers serve meanwhile; this one would refuse what it got before.
-            self._start_asking()
-            await self._until_usable()
-            await self._listen()
-        else:
-            await self._listen()
-            self._start_asking()
+        server = await self._bind()
+        self._start_asking()
+        await self._until_settled()
+        await self._listen(server)
         loop = asyncio.get_running_loop()
         self._tasks = [loop.create_task(self._sweep()), loop.create_task(self._tell_health())]
 
-    async def _listen(self) -> None:
+    async def _bind(self) -> asyncio.Server:
         host = self._config.host
         try:
-            self._server = await asyncio.get_running_loop().create_server(
+            server = await asyncio.get_running_loop().create_server(
                 lambda: ClientConnection(self._listener),
                 host,
                 self._config.port,
@@ -91,12 +95,30 @@ class RouterServer:
                 reuse_port=self._shares_ports,
                 ssl=None if self._tls is None else self._tls.context(),
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+                start_serving=False,
             )
         except OSError as error:
             raise cannot_listen(host, self._config.port, error) from None
-        self.port = self._server.sockets[0].getsockname()[1]
+        self._server = server
+        self.port = server.sockets[0].getsockname()[1]
+        grpc_port = self._config.grpc_port
+        if self._grpc is not None and grpc_port is not None and not self._shares_ports:
+            try:
+                # gRPC's own error says neither what failed nor why.
+                _try_address(host, grpc_port)
+            except OSError as error:
+                server.close()
+                raise cannot_listen(host, grpc_port, error) from None
+        return server
+
+    async def _listen(self, server: asyncio.Server) -> None:
+        host = self._config.host
         if self._grpc is not None and self._config.grpc_port is not None:
             await self._start_grpc(self._grpc, host, self._config.grpc_port)
+        try:
+            await server.start_serving()
+        except OSError as error:
+            raise cannot_listen(host, self._config.port, error) from None
 
     def _start_asking(self) -> None:
         if self._lease is not None:
@@ -105,19 +127,20 @@ class RouterServer:
         self._fleet.changed = self._changed.set
         self._health.start()
 
-    async def _until_usable(self) -> None:
-        """Waits until a turn can be served, or for as long as the engines' first answers take."""
+    async def _until_settled(self) -> None:
+        """Waits for the first word of the lease service and of each engine, or the lack of it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._config.health_timeout_s):
-                while self._fleet.missing():
-                    self._changed.clear()
-                    await self._changed.wait()
+                while not self._is_settled():  # noqa: ASYNC110 (once, and of many sources)
+                    await asyncio.sleep(_LOOK_S)
+
+    def _is_settled(self) -> bool:
+        if self._lease is not None and not self._lease.session.settled:
+            return False
+        return all(engine.health.asked for engine in self._fleet)
 
     async def _start_grpc(self, grpc: GrpcFront, host: str, port: int) -> None:
         try:
-            if not self._shares_ports:
-                # gRPC's own error says neither what failed nor why.
-                _try_address(host, port)
             credentials = None if self._tls is None else self._tls.credentials()
             self.grpc_port = await grpc.start(host, port, credentials)
         except OSError as error:
@@ -125,17 +148,24 @@ class RouterServer:
             raise cannot_listen(host, port, error) from None
 
     async def stop(self) -> None:
-        """Refuses new turns, lets running ones end within the grace, then ends them."""
-        self._gate.draining = True
+        """Takes no more connections, lets turns end within the grace, then ends them.
+
+        A client whose connection was taken may have sent its request before it could know: that
+        one is served, and its connection closed after it.
+        """
+        self._gate.draining = self._listener.draining = True
         await self._close_listener()
-        self._listener.drain()
         grpc_stop = None
         grace_s = self._config.grace_s
         if self._grpc is not None:
             grpc_stop = asyncio.ensure_future(self._grpc.stop(grace_s + _LAST_WORDS_S))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
+                await self._until_no_connections(_UNDERWAY_S)
+                self._gate.close()
+                self._listener.close_idle()
                 await self._gate.empty()
+        self._gate.close()
         self._forwarder.end_all(TurnError(503, "The router is shutting down.", reason="DRAINING"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
@@ -148,6 +178,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._forwarder.tell_all()
         if self._lease is not None:
             await self._lease.session.stop()
             await self._lease.client.stop()
@@ -155,8 +186,39 @@ class RouterServer:
         self._fleet.close()
 
     async def _close_listener(self) -> None:
-        if self._server is not None:
-            self._server.close()
+        """Stops listening, and takes the connections that were made till then.
+
+        They would be reset without an answer, though their clients may have asked something.
+        """
+        if self._server is None:
+            return
+        kept = [socket.socket(fileno=os.dup(one.fileno())) for one in self._server.sockets]
+        self._server.close()
+        made: list[socket.socket] = []
+        for listening in kept:
+            listening.setblocking(False)
+            with listening, contextlib.suppress(OSError):  # most often: there is none left
+                while True:
+                    made.append(listening.accept()[0])
+        taken = [self._take(connection) for connection in made]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_UNDERWAY_S):
+                await asyncio.gather(*taken, return_exceptions=True)
+
+    async def _take(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        await asyncio.get_running_loop().connect_accepted_socket(
+            lambda: ClientConnection(self._listener),
+            connection,
+            ssl=None if self._tls is None else self._tls.context(),
+            ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
+        )
+
+    async def _until_no_connections(self, timeout_s: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                if self._listener.connections:
+                    await self._listener.emptied.wait()
 
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
