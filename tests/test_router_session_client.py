@@ -14,7 +14,7 @@ from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.plan import Resolution
 from kvturn_router.router_session import AnnouncedEngine, RouterSession
-from kvturn_router.session_turns import Retained, SessionTurn
+from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("acme", "m", "c1")
@@ -351,3 +351,41 @@ async def test_a_client_that_leaves_while_its_turn_waits_costs_nothing():
         await fake.push(turns=[fake.answer_to(fake.begun[0])])
         fake.withholds = False
         assert (await one.resolution(begin(one))).verdict is Verdict.FIRST_TURN
+
+
+def test_a_turn_that_ends_unanswered_is_no_sign_of_silence():
+    """Its client left before it was told of, or before it was answered, which it never is then."""
+    turns = SessionTurns(router_id="r1", question_deadline_ms=50)
+    turns.open()
+    turns.receive(lease_pb2.RouterSessionResponse(), 0)
+    for told in (False, True):
+        turn = turns.begin(KEY, POINTS, 1, recognise=False, reuse=True)
+        assert turns.next_deadline_ns() is not None
+        if told:
+            turns.take()
+        turns.end(turn, retains=False, report=None)
+        assert turns.next_deadline_ns() is None
+        assert turns.expire(10**9) is None
+        assert turns.answering
+
+
+async def test_the_last_ends_of_turns_are_told_before_the_session_ends():
+    """A turn ends just as the router stops, and its next one comes through another router."""
+    fake = await FakeLease().start()
+    async with session(fake) as one:
+        turn = begin(one)
+        await one.resolution(turn)
+        one.end(turn, retains=True)
+    assert [(end.turn_id, end.retains) for end in fake.turns_ended] == [(turn.turn_id, True)]
+
+
+async def test_a_frozen_service_does_not_keep_a_router_from_stopping():
+    """It takes neither the last words nor the end of the stream."""
+    fake = await FakeLease().start()
+    async with session(fake) as one:
+        await one.resolution(turn := begin(one))
+        fake.silent = True
+        one.end(turn)
+        async with asyncio.timeout(GUARD_S):
+            await one.stop()
+        fake.silent = False

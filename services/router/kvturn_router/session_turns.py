@@ -164,6 +164,9 @@ class SessionTurns:
         """Takes the end of a turn; a second one changes nothing."""
         if self._turns.pop(turn.turn_id, None) is None:
             return
+        if turn.resolution is None:
+            # It is answered no more, which is no silence.
+            turn.resolution = Resolution(Verdict.LEASE_SERVICE_UNREACHABLE)
         if self._begins.pop(turn.turn_id, None) is not None:
             return  # Nobody has heard of it.
         if not self._open or turn.session != self._session:
