@@ -321,3 +321,31 @@ async def test_an_answer_that_is_not_http_is_a_502():
     async with router() as rig:
         rig.decode.script(CHAT, play)
         assert (await rig.post(turn_body())).status == 502
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize(("well", "usable"), [(False, [True, False]), (True, [True, True])])
+async def test_an_engine_that_fails_turn_after_turn_is_left_out(leg, well, usable):
+    """Five in a row take it out though its health is good; not with turns between that go well."""
+    async with router(prefills=2, decodes=2) as rig:
+        bad = (rig.prefills if leg == "prefill" else rig.decodes)[0]
+        served = 0
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            nonlocal served
+            served += 1
+            if well and served % 2:
+                await (bad.prefill if leg == "prefill" else bad.decode)(seen, reply)
+            elif leg == "decode":
+                await reply.begin_stream()
+                await reply.event(chunk({"content": "The"}))
+                reply.abort()
+            else:
+                await reply.json({"error": {}}, 500)
+
+        bad.script(CHAT, play)
+        for _ in range(20):
+            await rig.post(turn_body(stream=leg == "decode"))
+        engines = (await rig.ask("GET", "/kvturn/v1/engines")).json["engines"]
+        assert sorted(one["usable"] for one in engines if one["role"] == leg) == sorted(usable)
+        assert served == (10 if well else 5)

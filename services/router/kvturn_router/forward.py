@@ -502,6 +502,7 @@ class _Turn:
             if exchange.status != 200:
                 raise await refusal_of(exchange)
             account.answer = read_answer(await whole_body(exchange))
+            engine.health.served_well()
             fault = None
         except (EngineFault, EngineRefusal) as error:
             fault = str(error)
@@ -606,6 +607,10 @@ class _Turn:
                 sent=self._is_fetched,
             )
             fault = await self._relay.run(exchange)
+            if fault is None:
+                engine.health.served_well()
+            else:
+                forwarder.fleet.failed(engine, fault)
         except (EngineFault, EngineRefusal) as error:
             fault = str(error)
             raise
