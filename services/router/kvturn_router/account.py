@@ -115,21 +115,22 @@ class Account:
         first_byte_ms = 0.0
         if self.first_byte_ns:
             first_byte_ms = (self.first_byte_ns - self.began_ns) / _NS_PER_MS
+        # In the order of the fields: names would take as long again.
         return TurnReport(
-            turn=self.number,
-            verdict=self.verdict,
-            prompt_tokens=self.prompt_tokens(),
-            reused_tokens=read.reused_tokens if read else 0,
-            local_tokens=self.local_tokens(),
-            prefill_ms=round(self.prefill_ms, 3),
-            read_ms=round(read.read_ms, 3) if read else 0.0,
-            read_bytes=read.read_bytes if read else 0,
-            plan=self.kind.value if self.kind is not None else "",
-            plan_reason=self.reason,
-            first_byte_ms=round(first_byte_ms, 3),
-            output_tokens=self.usage.completion_tokens if self.usage is not None else 0,
-            prefill_engine=self.prefill_url,
-            decode_engine=self.decode_url,
+            self.number,
+            self.verdict,
+            self.prompt_tokens(),
+            read.reused_tokens if read else 0,
+            self.local_tokens(),
+            round(self.prefill_ms, 3),
+            round(read.read_ms, 3) if read else 0.0,
+            read.read_bytes if read else 0,
+            self.kind or "",
+            round(first_byte_ms, 3),
+            self.usage.completion_tokens if self.usage is not None else 0,
+            self.prefill_url,
+            self.decode_url,
+            self.reason,
         )
 
     def took(self, *, streamed: bool) -> Took:
@@ -161,7 +162,7 @@ class Account:
             "kvturn.turn": report.turn,
             "kvturn.plan": report.plan,
             "kvturn.plan.reason": report.plan_reason,
-            "kvturn.verdict": report.verdict.value,
+            "kvturn.verdict": report.verdict,
             "kvturn.prompt_tokens": report.prompt_tokens,
             "kvturn.reused_tokens": report.reused_tokens,
             "kvturn.local_tokens": report.local_tokens,

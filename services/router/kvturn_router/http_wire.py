@@ -433,10 +433,8 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
-        self._head_bytes = 0
         self._headers = headers_of(self._fields)
-        size = sum([len(name) + len(value) for name, value in self._fields])
-        if len(self._fields) > _HEADERS_MAX or size > self.listener.limits.head_bytes_max:
+        if len(self._fields) > _HEADERS_MAX or self._head_is_long():
             self._refuse_head()
             return
         self._upgrading = self._parser.should_upgrade()
@@ -458,6 +456,12 @@ class ClientConnection(asyncio.Protocol):
             and self._current is None  # Else it would come in the midst of another's answer.
         ):
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _head_is_long(self) -> bool:
+        most = self.listener.limits.head_bytes_max
+        read, self._head_bytes = self._head_bytes, 0
+        # What was read up to here may hold some of the body, or all.
+        return read > most and sum([len(name) + len(value) for name, value in self._fields]) > most
 
     def on_body(self, data: bytes) -> None:
         if self._refused is not None:

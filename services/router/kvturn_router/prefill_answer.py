@@ -168,6 +168,8 @@ def kvturn_member(
 
 def prefill_transfer(kvturn: bytes | None, handle: list[tuple[str, bytes]]) -> bytes:
     """Returns the prefill leg's transfer parameters; `handle` are a stock handle's keys."""
+    if kvturn is None and not handle:
+        return b'{"do_remote_decode":true,"do_remote_prefill":false}'
     added = [("do_remote_decode", b"true"), ("do_remote_prefill", b"false"), *handle]
     if kvturn is not None:
         added.append(("kvturn", kvturn))

@@ -18,22 +18,31 @@ class UsageShape(NamedTuple):
 
     `whole` leads to the usage of an answer, `event` to that of an event;
     `counts` are the tokens of the prompt and of what was generated, `details`
-    holds `cached_tokens`.
+    holds `cached_tokens`; `mark` is its name as it is written.
     """
 
     whole: tuple[str, ...]
     event: tuple[str, ...]
     counts: tuple[str, str]
     details: str
+    mark: bytes
 
 
 COMPLETION_USAGE: Final = UsageShape(
-    ("usage",), ("usage",), ("prompt_tokens", "completion_tokens"), "prompt_tokens_details"
+    ("usage",),
+    ("usage",),
+    ("prompt_tokens", "completion_tokens"),
+    "prompt_tokens_details",
+    b'"prompt_tokens_details"',
 )
 """Of chat completions and completions."""
 
 RESPONSE_USAGE: Final = UsageShape(
-    ("usage",), ("response", "usage"), ("input_tokens", "output_tokens"), "input_tokens_details"
+    ("usage",),
+    ("response", "usage"),
+    ("input_tokens", "output_tokens"),
+    "input_tokens_details",
+    b'"input_tokens_details"',
 )
 """Of the Responses API."""
 
@@ -104,7 +113,7 @@ class StreamUsage:
     def __init__(self, cached_tokens: int, shape: UsageShape = COMPLETION_USAGE) -> None:
         self._cached_tokens = cached_tokens
         self._shape = shape
-        self._mark = b'"%s"' % shape.details.encode()
+        self._mark = shape.mark
         # An unfinished event: the part that has gone out, and the part that
         # is held back. Both are empty when the last read ended with an event,
         # as nearly every read does.
@@ -115,7 +124,9 @@ class StreamUsage:
 
     def feed(self, data: bytes) -> bytes:
         """Returns what may go out now."""
-        if not self._sent and not self._held and self._mark not in data and data.endswith(b"\n\n"):
+        # Backwards, because Python's search is several times faster that way.
+        marked = data.rfind(self._mark) >= 0
+        if not (marked or self._sent or self._held) and data.endswith(b"\n\n"):
             return data
         text = self._sent + self._held + data
         gone = len(self._sent)
