@@ -14,6 +14,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
+from urllib.parse import unquote
 
 import pytest
 from etcd_server import EtcdServer, until
@@ -24,6 +25,7 @@ from lease_rig import (
     Engine,
     LeaseProcess,
     boottime_ns,
+    conversation,
     lease_cluster,
     lease_of,
 )
@@ -90,6 +92,7 @@ class Decode(StubEngine):
             await reply.end_stream()
         else:
             answer = self.whole_answer(seen)
+            answer["usage"]["prompt_tokens"] = len(tokens_of(messages))
             await self.open.wait()
             await reply.json(answer)
         if seen.gone.is_set():
@@ -285,8 +288,9 @@ class Chat:
 class System:
     """Three routers, two engines of each role, and the lease services given."""
 
-    def __init__(self, services: Sequence[LeaseProcess]) -> None:
+    def __init__(self, services: Sequence[LeaseProcess], plan: str) -> None:
         self.services = services
+        self._plan = plan
         endpoints = [service.endpoint for service in services]
         self.prefills = [Prefill(endpoints, f"p{number}") for number in (1, 2)]
         self.decodes = [Decode(endpoints, f"d{number}") for number in (1, 2)]
@@ -300,7 +304,7 @@ class System:
             f"--lease={','.join(service.endpoint for service in self.services)}",
             *(f"--prefill={engine.url}" for engine in self.prefills),
             *(f"--decode={engine.url}" for engine in self.decodes),
-            *("--no-grpc", "--plan=pull", "--question-deadline-ms=1500"),
+            *("--no-grpc", f"--plan={self._plan}", "--question-deadline-ms=1500"),
         ]
         self.routers = [Replica(flags) for _ in range(3)]
         await asyncio.gather(*(router.start() for router in self.routers))
@@ -320,16 +324,16 @@ class System:
 
 
 @contextlib.asynccontextmanager
-async def system(folder: Path, *flags: str) -> AsyncIterator[System]:
+async def system(folder: Path, plan: str = "pull") -> AsyncIterator[System]:
     """Runs everything with one lease service until the block ends."""
-    async with LeaseProcess(folder, *LASTING, *flags) as service, running([service]) as everything:
+    async with LeaseProcess(folder, *LASTING) as service, running([service], plan) as everything:
         yield everything
 
 
 @contextlib.asynccontextmanager
-async def running(services: Sequence[LeaseProcess]) -> AsyncIterator[System]:
+async def running(services: Sequence[LeaseProcess], plan: str = "pull") -> AsyncIterator[System]:
     """Runs everything with these lease services until the block ends."""
-    everything = System(services)
+    everything = System(services, plan)
     try:
         await everything.start()
         yield everything
@@ -453,6 +457,44 @@ def _seen(engines: Sequence[StubEngine]) -> int:
     return sum(len(engine.turns) for engine in engines)
 
 
+async def test_turns_that_decode_serves_alone_are_told_to_all_routers(tmp_path: Path) -> None:
+    """In streams only the grant tells how long a prompt was; some come after their router."""
+    async with system(tmp_path, plan="local") as everything:
+        stopping, *routers = everything.routers
+        for decode in everything.decodes:
+            decode.grant_delay_s = 0.05
+        talks = chats(6)
+        lengths: dict[str, list[int]] = {}
+
+        async def talk(chat: Chat, *through: Replica) -> None:
+            for router in through:
+                asked = len(tokens_of(chat.next_body()["messages"]))
+                answer = await chat.turn(router)
+                assert answer.verdict == ("local" if chat.turns > 1 else "first_turn")
+                assert answer.headers["x-kvturn-turn"] == str(chat.turns)
+                lengths.setdefault(answer.headers["x-kvturn-conversation"], []).append(asked)
+
+        await asyncio.gather(*(talk(chat, routers[0], routers[1]) for chat in talks))
+        for decode in everything.decodes:
+            decode.grant_delay_s = 0.9
+        await asyncio.gather(*(talk(chat, stopping) for chat in talks))
+        stopped = asyncio.create_task(stopping.terminate())
+        await asyncio.gather(*(talk(chat, routers[0]) for chat in talks))
+        await stopped
+
+        async def all_told(name: str, asked: list[int]) -> bool:
+            key = conversation(unquote(name))
+            request = lease_pb2.ListTurnsRequest(conversation=key)
+            told = (await everything.services[0].call("ListTurns", request)).turns
+            known = {turn.turn: turn.prompt_tokens for turn in told}
+            # The router that stopped could not wait for what the grant would have told.
+            return known == dict(enumerate(asked, 1)) | {3: known.get(3)} and 3 in known
+
+        for name, asked in lengths.items():
+            assert len(asked) == 4
+            await until(lambda name=name, asked=asked: all_told(name, asked), GUARD_S)
+
+
 @contextlib.asynccontextmanager
 async def restarted(folder: Path) -> AsyncIterator[list[LeaseProcess]]:
     """One lease service, whose leadership ends when it is killed, until it starts again."""
@@ -475,10 +517,7 @@ async def test_all_goes_on_under_another_leader(tmp_path: Path, lease_services: 
     async with lease_services(tmp_path) as services, running(services) as everything:
         routers = everything.routers
         talks = chats(9)
-        ids = [
-            (await chat.turn(routers[0])).headers["x-kvturn-conversation"].replace("%20", " ")
-            for chat in talks
-        ]
+        ids = [(await chat.turn(routers[0])).headers["x-kvturn-conversation"] for chat in talks]
         in_flight, busy = talks[:3], talks[6:]
         for decode in everything.decodes:
             decode.open.clear()
@@ -494,7 +533,7 @@ async def test_all_goes_on_under_another_leader(tmp_path: Path, lease_services: 
         if len(services) == 1:
             services[0].launch()
         for conversation_id in ids[:6]:
-            await lease_of(services, conversation_id)
+            await lease_of(services, unquote(conversation_id))
         for chat in talks[:6]:
             await chat.goes_on(routers[2])
         # What was said while nobody led is of other conversations where the client named none.
