@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import json
 import math
+import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
@@ -29,7 +30,7 @@ from lease_rig import (
     lease_cluster,
     lease_of,
 )
-from router_harness import Answer, Client
+from router_harness import Answer, Client, router, turn_body
 from router_process import Process, process
 from stub_engine import CHAT, Reply, Seen, StubEngine
 
@@ -312,8 +313,8 @@ class System:
             await engine.engine.until_registered()
 
     async def stop(self) -> None:
-        for router in self.routers:
-            await router.kill()
+        for each in self.routers:
+            await each.kill()
         await asyncio.gather(*(engine.stop() for engine in (*self.prefills, *self.decodes)))
 
     async def leases(self) -> dict[str, lease_pb2.Lease]:
@@ -569,10 +570,56 @@ async def test_a_rolling_restart_fails_no_turn(tmp_path: Path) -> None:
             return chat.turns
 
         talking = [asyncio.create_task(talk(chat)) for chat in chats(12)]
-        for router in routers:
+        for each in routers:
             served = next(tries)
             await until(lambda served=served: next(tries) > served + 100, GUARD_S)
-            await router.terminate()
-            await router.start()
+            await each.terminate()
+            await each.start()
         rolled.set()
         assert sum(await asyncio.gather(*talking)) > 300
+
+
+async def test_a_router_that_ends_serves_what_is_on_its_way() -> None:
+    """On a connection that it has not taken yet, and on one that was idle; it takes no others."""
+    body = json.dumps(turn_body()).encode()
+    async with router("--grace-s=10") as rig:
+        kept = await rig.client()
+        await kept.send("GET", "/health")
+        assert (await kept.answer()).status == 200
+        made = socket.create_connection((HOST, rig.server.port))  # behind the event loop's back
+        stopping = asyncio.create_task(rig.server.stop())
+        untaken = Client(*await asyncio.open_connection(sock=made))
+        for client in (kept, untaken):
+            await client.send("POST", CHAT, body)
+        for client in (kept, untaken):
+            answer = await client.answer()
+            assert (answer.status, answer.headers["connection"]) == (200, "close")
+        with pytest.raises(ConnectionRefusedError):
+            await rig.client()
+        await stopping
+
+
+async def test_a_router_refuses_connections_until_it_knows_its_engines() -> None:
+    """One of its engines takes its time to say that it is well."""
+    engines = [await StubEngine(role).start() for role in ("prefill", "decode", "decode")]
+    well = asyncio.Event()
+
+    async def late(seen: Seen, reply: Reply) -> None:
+        await well.wait()
+        await reply.whole(b"")
+
+    engines[2].script("/health", late)
+    flags = [f"--{engine.role}={engine.url}" for engine in engines]
+    port = pick_free(_taken)
+    async with process(*flags, f"--port={port}", "--no-grpc", "--health-timeout-s=20") as starting:
+        await until(lambda: all(engine.seen for engine in engines), GUARD_S)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection(HOST, port)
+        well.set()
+        await starting.until_listening()
+        client = await starting.client()
+        await client.send("POST", CHAT, json.dumps(turn_body()).encode())
+        assert (await client.answer()).status == 200
+        client.close()
+    for engine in engines:
+        await engine.stop()
