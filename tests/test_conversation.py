@@ -82,6 +82,8 @@ def test_a_session_header_that_cannot_be_a_scope_is_passed_over(headers, session
         (b"{}", "", "X-Conversation-Id"),
         (b'{"session_id":{}}', None, "session_id"),
         (b'{"prompt_cache_key":true}', None, "prompt_cache_key"),
+        (b'{"conversation_id":"c","session_id":0}', None, "session_id"),
+        (b'{"session_id":"s","prompt_cache_key":0}', "h", "prompt_cache_key"),
     ],
 )
 def test_an_id_of_the_wrong_kind_or_length_is_refused_by_name(body, header, field):

@@ -21,6 +21,8 @@ _EVERYWHERE: Final[Mapping[str, tuple[str, ...]]] = {
     "vllm_xargs": ("object",),
     "return_token_ids": ("boolean",),
     "conversation_id": ("string",),
+    "session_id": ("string",),
+    "prompt_cache_key": ("string",),
 }
 _COMPLETING: Final[Mapping[str, tuple[str, ...]]] = {
     "n": ("number",),
@@ -61,7 +63,6 @@ _AS_FLOAT: Final = {
     RESPONSES: ("max_output_tokens",),
 }
 _NAMES: Final = ("model", "conversation_id")
-_SCOPES: Final = ("session_id", "prompt_cache_key")
 
 
 class Number(str):
@@ -151,7 +152,6 @@ def _faults(members: dict[str, Any], path: str) -> set[str | None]:
         value = given.get(name, "" if name == "model" else "c")
         if type(value) is str and not 1 <= len(value.encode()) <= NAME_BYTES_MAX:
             faults.add(name)
-    faults |= _scope_faults(given)
     if path == RESPONSES and "previous_response_id" in given:
         faults.add("previous_response_id")  # No response of that name was made here.
     needed, kinds = NEEDED[path]
@@ -160,17 +160,6 @@ def _faults(members: dict[str, Any], path: str) -> set[str | None]:
     elif not (path == COMPLETIONS and "prompt_embeds" in given):
         faults.add(needed)
     return faults
-
-
-def _scope_faults(given: Mapping[str, Any]) -> set[str | None]:
-    if "conversation_id" in given:
-        return set()
-    for name in _SCOPES:
-        if name in given and _kind(given[name]) != "string":
-            return {name}
-        if given.get(name):
-            return set()
-    return set()
 
 
 def _kind(value: Any) -> str:

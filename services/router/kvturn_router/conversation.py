@@ -92,13 +92,15 @@ def naming_of(members: Members, header: str | None, session: str) -> Naming:
     that is of a wrong kind, or a conversation id that has not 1 to 256 bytes.
     A scope is not the router's own field, so one that is too long is cut.
     """
+    # All before any is used: each member's kind is checked, whatever the others say.
     named = given_string(members, "conversation_id")
+    session_id = given_string(members, "session_id")
+    cache_key = given_string(members, "prompt_cache_key")
     if named is not None:
         return Naming(checked_name("conversation_id", named), "")
     if header is not None:
         return Naming(checked_name("X-Conversation-Id", header), "")
-    scope = given_string(members, "session_id") or session
-    scope = scope or given_string(members, "prompt_cache_key") or ""
+    scope = session_id or session or cache_key or ""
     if len(scope) * 4 > NAME_BYTES_MAX:
         scope = scope.encode()[:NAME_BYTES_MAX].decode(errors="ignore")
     return Naming("", scope)

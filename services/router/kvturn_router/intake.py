@@ -179,16 +179,15 @@ class Intake:
     def _naming(
         self, members: Members, headers: Mapping[str, str], conversation_id: str, scope: str
     ) -> Naming:
-        if conversation_id:
-            return Naming(checked_name("conversation_id", conversation_id), "")
-        if scope:
-            return Naming("", checked_name("scope", scope))
         header = headers.get("x-conversation-id")
-        return naming_of(
+        named = naming_of(
             members,
             None if header is None else _text("X-Conversation-Id", header),
             session_of(headers, self.session_headers),
         )
+        if conversation_id:
+            return Naming(checked_name("conversation_id", conversation_id), "")
+        return Naming("", checked_name("scope", scope)) if scope else named
 
 
 def _text(name: str, value: str) -> str:
