@@ -57,6 +57,15 @@ def test_the_number_is_replaced_however_the_stream_is_cut(cuts):
     assert stream.tokens == (48, 2, 32)
 
 
+def test_a_stream_of_decode_alone_is_read_and_not_changed():
+    """No other engine computed for it: its own count stands, and its tokens are known."""
+    sent = b"".join(PLAIN) + event(usage(48)) + DONE
+    stream = StreamUsage(None)
+    out = b"".join(stream.feed(sent[start : start + 50]) for start in range(0, len(sent), 50))
+    assert out + stream.finish() == sent
+    assert stream.tokens == (48, 2, 48)
+
+
 def test_streams_with_carriage_returns_are_understood():
     """Lines may end in CR LF."""
     sent = event(usage(48)).replace(b"\n", b"\r\n")

@@ -101,9 +101,8 @@ class Relay:
 
     async def _as_read(self, exchange: Exchange, *, events: bool) -> str | None:
         compressed = bool(exchange.header(b"content-encoding"))
-        cached = self._account.not_computed
-        if events and not compressed and cached is not None:
-            self._usage = StreamUsage(cached, self._shape)
+        if events and not compressed:
+            self._usage = StreamUsage(self._account.not_computed, self._shape)
         if not events or compressed:
             self.tap = None
         length = exchange.header(b"content-length")

@@ -67,7 +67,9 @@ def with_cached_tokens(
     return answer if usage is None else _replaced(answer, usage, cached_tokens, shape)
 
 
-def _replaced(text: bytes, usage: Span, cached_tokens: int, shape: UsageShape) -> bytes:
+def _replaced(text: bytes, usage: Span, cached_tokens: int | None, shape: UsageShape) -> bytes:
+    if cached_tokens is None:
+        return text
     found = _member(text, usage, (shape.details, "cached_tokens"))
     given = _number(text, found)
     if found is None or given is None or given <= cached_tokens:
@@ -104,13 +106,13 @@ def _number(text: bytes, span: Span | None) -> int | None:
 
 
 class StreamUsage:
-    """Passes a stream of events through, with at most so many cached_tokens.
+    """Passes a stream of events through, with at most so many cached_tokens; None changes nothing.
 
     Reads go on as they came. Only an event that holds the shape's `details` is
     looked at, and held back until it is whole.
     """
 
-    def __init__(self, cached_tokens: int, shape: UsageShape = COMPLETION_USAGE) -> None:
+    def __init__(self, cached_tokens: int | None, shape: UsageShape = COMPLETION_USAGE) -> None:
         self._cached_tokens = cached_tokens
         self._shape = shape
         self._mark = shape.mark
