@@ -1,0 +1,95 @@
+"""Whatever goes wrong with turns, each is counted out once wherever it was counted in."""
+
+import asyncio
+import contextlib
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from router_harness import FakeLease, Rig, router, turn_body
+from stub_engine import CHAT, GUARD_S, Play, Reply, Seen, StubEngine
+
+TURNS = 300
+SPAN_S = 1.0
+HISTORY = [
+    {"role": "user", "content": "Where?"},
+    {"role": "assistant", "content": "There."},
+    {"role": "user", "content": "When?"},
+]
+
+
+def moody(engine: StubEngine, chance: random.Random) -> Play:
+    """Answers most turns well, and fails the others in every way that there is."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await asyncio.sleep(chance.random() * 0.01)
+        mood = chance.randrange(20)
+        if mood == 0:
+            reply.abort()
+        elif mood == 1:
+            await reply.json({"error": {}}, chance.choice([400, 500]))
+        elif mood == 2:
+            await seen.gone.wait()
+        elif mood == 3 and engine.role == "decode":
+            await reply.begin_stream()
+            reply.abort()
+        elif engine.role == "decode":
+            await engine.decode(seen, reply)
+        else:
+            await engine.prefill(seen, reply)
+
+    return play
+
+
+async def one_turn(rig: Rig, number: int, chance: random.Random) -> int:
+    """Has a turn served by and by, or leaves it; returns its status, 0 if there is none."""
+    await asyncio.sleep(chance.random() * SPAN_S)
+    holders = [*(engine.url for engine in rig.decodes), "http://127.0.0.1:1", ""]
+    rig.lease.http_address = chance.choice(holders)
+    rig.lease.withholds = chance.random() < 0.05
+    body = turn_body(messages=HISTORY, stream=number % 2 == 0, conversation_id=f"c{number % 40}")
+    client = await rig.client()
+    await client.send("POST", CHAT, json.dumps(body).encode())
+    status = 0
+    patience_s = 0.5 if chance.random() < 0.7 else chance.random() * 0.02
+    with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
+        async with asyncio.timeout(patience_s):
+            status = (await client.answer()).status
+    client.close()
+    return status
+
+
+async def loads(rig: Rig) -> list[Any]:
+    """Returns how many requests each engine is given now."""
+    views = (await rig.ask("GET", "/kvturn/v1/engines")).json["engines"]
+    return [view["in_flight"] for view in views]
+
+
+@pytest.mark.parametrize("plan", ["pull", "local", "auto"])
+async def test_turns_that_go_wrong_leave_nothing_behind(plan: str) -> None:
+    """Engines fail, answers of the lease service stay away, clients leave, wherever a turn is."""
+    chance = random.Random(plan)
+    lease = FakeLease(lease_id="i.1.1")
+    flags = [f"--plan={plan}"] if plan != "auto" else []
+    flags += ["--max-inflight-per-engine=8", "--queue-timeout-s=0.3", "--question-deadline-ms=50"]
+    async with router(*flags, prefills=2, decodes=2, lease=lease) as rig:
+        for engine in (*rig.prefills, *rig.decodes):
+            engine.report = {"verdict": "reused", "prompt_tokens": 48, "reused_tokens": 32}
+            engine.script(CHAT, moody(engine, chance))
+        turns = (one_turn(rig, number, chance) for number in range(TURNS))
+        statuses = Counter(await asyncio.gather(*turns))
+        assert statuses[200] > TURNS / 10, statuses
+        lease.withholds = False
+
+        def ended() -> bool:
+            return len(lease.begun) == len(lease.turns_ended)
+
+        await rig.until(ended)
+        assert Counter(begin.turn_id for begin in lease.begun) == Counter(
+            end.turn_id for end in lease.turns_ended
+        )
+        async with asyncio.timeout(GUARD_S):
+            while any(await loads(rig)):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
