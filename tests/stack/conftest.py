@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LONGEST_PROMPT_TOKENS, MODEL, VERSIONS, run_dir, vllm_python
+from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, VERSIONS, run_dir, vllm_python
 
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.stack import Stack, StackConfig
@@ -35,10 +35,12 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         model=MODEL,
         vllm_python=vllm_python(version),
         max_model_len=LONGEST_PROMPT_TOKENS,
+        router_args=READS,
         engines=(
             EngineConfig("prefill", "prefill-0", prefix_caching=False),
             EngineConfig("prefill", "prefill-1"),
-            EngineConfig("decode", "decode-0"),
+            # It must remember responses for `previous_response_id` to go on from them.
+            EngineConfig("decode", "decode-0", env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"}),
         ),
     )
     with Stack(config) as running:

@@ -16,6 +16,8 @@ CHECKOUT = Path(__file__).parents[2]
 MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
 VERSIONS = ("0.29.0", "0.32.0")
 LONGEST_PROMPT_TOKENS = 4096
+READS = ("--plan", "pull")
+"""A router that reads whatever can be read, as tests of reads need it."""
 SMALL_BLOCKS = 24
 SMALL_PREFILL_BLOCKS = 200
 SMALL_TTL_S = 3.0
@@ -51,7 +53,7 @@ def small_stack(name: str, version: str, **env: str) -> Iterator[Stack]:
             *("--session-ttl", str(SMALL_TTL_S), "--heartbeat", "0.5"),
             *("--longest-read", str(SMALL_LONGEST_READ_S)),
         ),
-        router_args=("--health-failures", "100"),
+        router_args=("--health-failures", "100", *READS),
         engines=(
             EngineConfig(
                 *("prefill", "prefill-0"),

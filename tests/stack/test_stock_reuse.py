@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LONGEST_PROMPT_TOKENS, MODEL, run_dir, vllm_python
+from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, run_dir, vllm_python
 from prose import document
 from test_life_of_a_turn import chat
 
@@ -35,7 +35,7 @@ def stock(request: pytest.FixtureRequest) -> Iterator[Stack]:
         lease=False,
         traces=False,
         connector=Connector(load_failure_policy="fail"),
-        router_args=("--stock-reuse",),
+        router_args=("--stock-reuse", *READS),
         engines=(
             EngineConfig("prefill", "prefill-0", prefix_caching=False),
             EngineConfig("decode", "decode-0", env={"PYTHONPATH": str(change)}),

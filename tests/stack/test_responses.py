@@ -1,0 +1,62 @@
+"""The Responses API on real engines: the whole history each time, or only what is new."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from prose import document
+from routers import Answered, ask
+
+if TYPE_CHECKING:
+    from kvturn_cli.stack import Stack
+
+RESPONSES = "/v1/responses"
+
+
+def respond(stack: Stack, history: Any, **body: Any) -> tuple[dict[str, Any], Answered]:
+    """Asks for a response; returns it, and the answer it came in."""
+    asked = {"model": stack.served_model_name, "input": history, "max_output_tokens": 16, **body}
+    answered = ask(stack.router_url, asked, path=RESPONSES)
+    last = answered.events[-1]
+    return (last["response"] if body.get("stream") else last), answered
+
+
+def text_of(response: dict[str, Any]) -> str:
+    """What the assistant said."""
+    return "".join(
+        part["text"] for item in response["output"] for part in item.get("content") or ()
+    )
+
+
+def cached(response: dict[str, Any]) -> int:
+    return int(response["usage"]["input_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+def test_a_growing_history_reuses(stack: Stack, *, stream: bool) -> None:
+    """The second response's input is the first one's, its output and one more question."""
+    question = document(f"responses {stream}") + "\nWhat is the capital of France?"
+    history: list[Any] = [{"role": "user", "content": question}]
+    first, answered = respond(stack, history, stream=stream, store=False)
+    assert answered.told["verdict"] == "first_turn"
+    assert cached(first) == int(answered.told["local-tokens"])
+    history += [*first["output"], {"role": "user", "content": "And of Italy?"}]
+    second, answered = respond(stack, history, stream=stream, store=False)
+    assert answered.goes_on, answered.told
+    assert text_of(second)
+    reused, local = int(answered.told["reused-tokens"]), int(answered.told["local-tokens"])
+    assert cached(second) == reused + local > 400
+    assert second["usage"]["input_tokens"] == int(answered.told["prompt-tokens"])
+
+
+def test_a_response_goes_on_from_a_kept_one(stack: Stack) -> None:
+    """Only what is new is sent: the engine that keeps the response has its history."""
+    question = document("kept") + "\nWhat is the capital of France?"
+    first, answered = respond(stack, question)
+    name = answered.told["conversation"]
+    second, answered = respond(stack, "And of Italy?", previous_response_id=first["id"])
+    assert answered.told["conversation"] == name
+    assert second["previous_response_id"] == first["id"]
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    assert cached(second) > 400
