@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from urllib.parse import quote
 
 import grpc
 import grpc.aio
@@ -247,6 +248,9 @@ async def test_a_long_error_is_cut_to_what_clients_take():
             await stub.Complete(complete())
         assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert len(error.value.details()) < 600
+        trailing = dict(error.value.trailing_metadata())
+        details = len(trailing["grpc-status-details-bin"]) * 4 / 3
+        assert details + len(quote(error.value.details())) < 7800
         assert error_info(error.value).metadata["body"].startswith('{"error": {"message": "éé')
 
 

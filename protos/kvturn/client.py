@@ -92,7 +92,7 @@ class RouterError(Exception):
 
         `reason` is the ErrorInfo reason, "" when the router itself said nothing: it could not be
         reached, or did not answer in time. `field` is the field at fault, `body` the error as the
-        engine or the router wrote it, cut to 4 KiB, `retry_after_s` when to come again.
+        engine or the router wrote it, cut to 2 KiB, `retry_after_s` when to come again.
         """
         super().__init__(message)
         self.status = status

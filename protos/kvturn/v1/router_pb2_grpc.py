@@ -78,7 +78,7 @@ class RouterServiceServicer(object):
         many turns at once), UNAVAILABLE (no engine, shutting down), or the status
         that maps from the engine's HTTP status. All with ErrorInfo: metadata
         "http_status", "body" (the engine's own or the router's in OpenAI's shape,
-        cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+        cut to 2 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
         Retry-After), which also comes as RetryInfo where it is in seconds.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

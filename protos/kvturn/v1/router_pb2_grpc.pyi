@@ -36,7 +36,7 @@ class RouterServiceStub:
     many turns at once), UNAVAILABLE (no engine, shutting down), or the status
     that maps from the engine's HTTP status. All with ErrorInfo: metadata
     "http_status", "body" (the engine's own or the router's in OpenAI's shape,
-    cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+    cut to 2 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
     Retry-After), which also comes as RetryInfo where it is in seconds.
     """
 
@@ -90,7 +90,7 @@ class RouterServiceAsyncStub:
     many turns at once), UNAVAILABLE (no engine, shutting down), or the status
     that maps from the engine's HTTP status. All with ErrorInfo: metadata
     "http_status", "body" (the engine's own or the router's in OpenAI's shape,
-    cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+    cut to 2 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
     Retry-After), which also comes as RetryInfo where it is in seconds.
     """
 
@@ -146,7 +146,7 @@ class RouterServiceServicer(metaclass=abc.ABCMeta):
         many turns at once), UNAVAILABLE (no engine, shutting down), or the status
         that maps from the engine's HTTP status. All with ErrorInfo: metadata
         "http_status", "body" (the engine's own or the router's in OpenAI's shape,
-        cut to 4 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
+        cut to 2 KiB), "field" (the one at fault) and "retry_after" (as HTTP's
         Retry-After), which also comes as RetryInfo where it is in seconds.
         """
 

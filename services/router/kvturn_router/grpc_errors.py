@@ -17,8 +17,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 ERROR_DOMAIN: Final = "kvturn.v1"
 
-# Clients take 8 KiB of metadata by default, of which the details are sent in base64.
-_BODY_BYTES_SHOWN_MAX: Final = 4096
+# Clients refuse more than 8 KiB of metadata by default, some of them at random. The details are
+# sent in base64, the message once more within them and percent-encoded beside them.
+_BODY_BYTES_SHOWN_MAX: Final = 2048
 _MESSAGE_SHOWN_MAX: Final = 512
 
 _CODES: Final[Mapping[int, grpc.StatusCode]] = {
