@@ -67,7 +67,10 @@ lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
 	$(BIN)/python -m bench.lease $(BENCH_ARGS)
 
-bench-router: setup-fast ## Compare what the router costs with its peers (an hour, on a quiet machine)
+bench-router: setup-fast ## Measure what the router costs beside other routers (an hour, on a quiet machine)
+	@$(SETUP) vllm-router
+	@$(SETUP) smg
+	@$(SETUP) example-proxy
 	$(BIN)/python -m bench.router $(BENCH_ARGS)
 
 bench-local: setup ## Measure when decode alone beats a read, and how well the router picks (needs a quiet machine)

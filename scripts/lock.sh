@@ -11,7 +11,8 @@ pin() {
 
 cd requirements
 uv=../$uv
-for name in uv build protoc protobuf-5.29.6 protobuf-6.33.5 protobuf-7.36.2 etcd plots clients; do
+for name in uv build protoc protobuf-5.29.6 protobuf-6.33.5 protobuf-7.36.2 etcd plots clients \
+    vllm-router smg example-proxy; do
     pin "$name.in" --output-file "$name.txt"
 done
 pin --no-deps model.in --output-file model.txt

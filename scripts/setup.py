@@ -34,6 +34,7 @@ REVISION = "1"  # Raise it when a step here changes what it makes.
 TORCH = "torch==2.13.0+cpu"
 VLLM_VERSIONS = ("0.29.0", "0.32.0")
 PROTOBUF_VERSIONS = ("5.29.6", "6.33.5", "7.36.2")
+PEERS = ("vllm-router", "smg", "example-proxy")  # Routers that bench/router measures.
 MEMBERS = ("protos", "services/lease", "services/router", "connector", "cli")
 FREE_GIB_MIN = 6.0  # Both vLLM environments with uv's cache, measured 4.4 GiB.
 GLIBC_MIN = (2, 28)  # The wheels' platform tag is manylinux_2_28.
@@ -371,9 +372,10 @@ def all_steps() -> dict[str, Step]:
         locked = REQUIREMENTS / f"{name}.txt"
         make = functools.partial(make_environment, ENVS / name, locked)
         steps.append(Step(name, ENVS / name, (locked,), make))
-    plots = REQUIREMENTS / "plots.txt"
-    make = functools.partial(make_environment, ENVS / "plots", plots)
-    steps.append(Step("plots", ENVS / "plots", (plots,), make, optional=True))
+    for name in ("plots", *PEERS):
+        locked = REQUIREMENTS / f"{name}.txt"
+        make = functools.partial(make_environment, ENVS / name, locked)
+        steps.append(Step(name, ENVS / name, (locked,), make, optional=True))
     alone = (REQUIREMENTS / "connector.txt", build, *sources("protos", "connector"))
     steps.append(Step("connector-alone", ENVS / "connector-alone", alone, make_connector_alone))
     return {step.name: step for step in steps}
