@@ -26,6 +26,13 @@ class Admission(Generic[C]):
         self._timer: asyncio.TimerHandle | None = None
         fleet.prefills.turned = fleet.decodes.turned = room.serve
 
+    def claim_now(self, try_to: Callable[[], C | None]) -> C | None:
+        """Returns what `try_to` claims at once; None if somebody waits, or there is no room.
+
+        Raises what `try_to` raises.
+        """
+        return None if self._room else try_to()
+
     async def claim(self, try_to: Callable[[], C | None], give_back: Callable[[C], None]) -> C:
         """Returns what `try_to` claims, as soon as it is not None.
 

@@ -7,6 +7,7 @@ object costs the garbage collector nothing. Nothing here does I/O.
 
 from collections import OrderedDict
 from struct import Struct
+from struct import error as StructError
 from typing import Final
 
 from kvturn_router.conversation import ConversationKey, TurnReport
@@ -90,27 +91,26 @@ class _TurnLog:
 
     def written(self, report: TurnReport) -> bytes:
         """Returns a log of one turn."""
-        numbers: tuple[int, ...] = (
+        words = self._words
+        told = (
+            words[report.verdict],
+            words[report.plan],
+            words[report.prefill_engine],
+            words[report.decode_engine],
             report.turn,
             report.prompt_tokens,
             report.reused_tokens,
             report.local_tokens,
             report.output_tokens,
-            round(report.prefill_ms * 1000),
-            round(report.read_ms * 1000),
-            round(report.first_byte_ms * 1000),
+            int(report.prefill_ms * 1000 + 0.5),
+            int(report.read_ms * 1000 + 0.5),
+            int(report.first_byte_ms * 1000 + 0.5),
         )
-        if max(numbers) > _UINT32_MAX:
-            numbers = tuple(min(number, _UINT32_MAX) for number in numbers)
-        words = self._words
-        return _turn.pack(
-            words[report.verdict],
-            words[report.plan],
-            words[report.prefill_engine],
-            words[report.decode_engine],
-            *numbers,
-            report.read_bytes,
-        )
+        try:
+            return _turn.pack(*told, report.read_bytes)
+        except StructError:
+            cut = [min(number, _UINT32_MAX) for number in told]
+            return _turn.pack(*cut, report.read_bytes)
 
     def read(self, log: bytes) -> list[TurnReport]:
         """Returns the turns of a log."""

@@ -116,6 +116,8 @@ class Exchange:
         Raises EngineFault, also for more than `bytes_max` bytes.
         """
         pieces, self._unread = self._unread, []
+        if self.ended and len(pieces) == 1 and len(pieces[0]) <= bytes_max:
+            return pieces[0]
         size = sum(map(len, pieces))
         if not self.ended:
 

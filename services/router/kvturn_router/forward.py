@@ -8,7 +8,7 @@ end at once.
 
 import asyncio
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Final
 
@@ -66,6 +66,7 @@ _GRANT_WAIT_S: Final = 1.0
 tells."""
 
 _UNKNOWN: Final = History((), 0, 0)
+_NOT_OFFERED: Final = Resolution(Verdict.NOT_OFFERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,19 +137,14 @@ class Forwarder:
         """Turns being served."""
         return len(self._turns)
 
-    async def serve(self, request: TurnRequest, sink: AnswerSink) -> None:
-        """Serves one turn into `sink`.
+    def serve(self, request: TurnRequest, sink: AnswerSink) -> Coroutine[None, None, None]:
+        """Serves one turn into `sink`; to be awaited by the task that is the turn's.
 
         Gives the request's key its right conversation id before the answer
         begins. Raises TurnError if it ends before that; later faults go to the
         sink. Cancel it when the client is gone.
         """
-        turn = _Turn(self, request, sink)
-        self._turns.add(turn)
-        try:
-            await turn.run()
-        finally:
-            self._turns.discard(turn)
+        return _Turn(self, request, sink).run(self._turns)
 
     def end_all(self, error: TurnError) -> None:
         """Ends every turn with an error."""
@@ -231,7 +227,7 @@ class _Turn:
         self._ending: TurnError | None = None
         self._session_turn: SessionTurn | None = None
         self._history = _UNKNOWN
-        self._resolution = Resolution(Verdict.NOT_OFFERED)
+        self._resolution = _NOT_OFFERED
         self._handle: Handle | None = None
         # Engines on which this turn counts.
         self._held: list[Engine] = []
@@ -241,8 +237,9 @@ class _Turn:
         self._sink = sink
         self._grant_wait: asyncio.TimerHandle | None = None
 
-    async def run(self) -> None:
-        """Serves the turn. Raises as `Forwarder.serve`."""
+    async def run(self, running: "set[_Turn]") -> None:
+        """Serves the turn, as one of those that are running. Raises as `Forwarder.serve`."""
+        running.add(self)
         fault: str | None = "the client is gone"
         try:
             fault = await self._serve()
@@ -257,6 +254,7 @@ class _Turn:
                 raise self._ending from None
             self._sink.fail(self._ending)
         finally:
+            running.discard(self)
             self._settle(fault)
 
     def end_with(self, error: TurnError) -> None:
@@ -298,7 +296,7 @@ class _Turn:
         if not request.reuse:
             return Resolution(Verdict.TURNED_OFF)
         if self._stock is None or request.alone:
-            return Resolution(Verdict.NOT_OFFERED)
+            return _NOT_OFFERED
         offer = self._stock.offer(request, self._account.number == 1)
         if isinstance(offer, Handle):
             self._handle = offer
@@ -333,14 +331,16 @@ class _Turn:
         span = self._span.child("plan")
         fault: str | None = "given up"
         try:
-            plan = await self._forwarder.admission.claim(self._claim, _give_back)
+            admission = self._forwarder.admission
+            plan = admission.claim_now(self._claim) or await admission.claim(
+                self._claim, _give_back
+            )
             fault = None
         except TurnError as error:
             fault = error.message
             raise
         finally:
-            kind = self._account.kind
-            span.end({"kvturn.plan": kind.value if kind else ""}, fault=fault)
+            span.end({"kvturn.plan": self._account.kind or ""}, fault=fault)
         self._held = [engine for engine in (plan.prefill, plan.decode) if engine is not None]
         return plan
 

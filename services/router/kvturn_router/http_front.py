@@ -186,11 +186,10 @@ class HttpFront:
         self._gate.enter()
         task = answer.loop.create_task(self._serve_turn(answer, turn))
         answer.gone = task.cancel
-        self._tasks.add(task)
         task.add_done_callback(self._turn_ended)
 
     def _turn_ended(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
+        del task
         self._gate.leave()
 
     async def _serve_turn(self, answer: HttpAnswer, turn: TurnRequest) -> None:

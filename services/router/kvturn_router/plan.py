@@ -174,8 +174,10 @@ def decide(
     if verdict is not None:
         if prefill is None:
             raise NoEngine("prefill")
-        new = _Turn(model, size.prompt_bytes, 0, False, "")
-        forecast = _forecast(new, prefill, decode, costs)
+        forecast = None
+        if size.prompt_bytes:  # Else nothing could be learned from it.
+            new = _Turn(model, size.prompt_bytes, 0, False, "")
+            forecast = _forecast(new, prefill, decode, costs)
         return Plan(
             PlanKind.RECOMPUTE, prefill, decode, "", verdict, f"{verdict} {where}", forecast
         )

@@ -3,7 +3,6 @@
 Nothing here does I/O.
 """
 
-from collections.abc import Mapping
 from typing import Final, NamedTuple
 
 import msgspec
@@ -14,6 +13,7 @@ from kvturn_router.verdict import Verdict, verdict_named
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _no_blocks = b"[], \t\r\n"
+_ABSENT: Final = msgspec.Raw(b"")
 
 
 class ReadReport(NamedTuple):
@@ -48,11 +48,6 @@ class PrefillAnswer(NamedTuple):
 NOTHING: Final = PrefillAnswer(None, None, 0, None)
 
 
-class _Answer(msgspec.Struct):
-    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
-    usage: msgspec.Raw = msgspec.Raw(b"null")
-
-
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
@@ -65,6 +60,11 @@ class _Usage(msgspec.Struct):
     input_tokens_details: _Details | None = None
 
 
+class _Answer(msgspec.Struct):
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+    usage: _Usage | None = None
+
+
 class _Report(msgspec.Struct):
     verdict: str = ""
     prompt_tokens: int = 0
@@ -74,8 +74,20 @@ class _Report(msgspec.Struct):
     read_bytes: int = 0
 
 
+class _UnreadUsage(msgspec.Struct):
+    """An answer whose usage is not what it should be."""
+
+    kv_transfer_params: msgspec.Raw = msgspec.Raw(b"null")
+
+
+class _Transfer(msgspec.Struct):
+    kvturn: msgspec.Raw = _ABSENT
+    remote_block_ids: msgspec.Raw = _ABSENT
+
+
 _answer_decoder = msgspec.json.Decoder(_Answer)
-_usage_decoder = msgspec.json.Decoder(_Usage | None)
+_unread_usage_decoder = msgspec.json.Decoder(_UnreadUsage)
+_transfer_decoder = msgspec.json.Decoder(_Transfer)
 _report_decoder = msgspec.json.Decoder(_Report)
 
 
@@ -85,46 +97,47 @@ def read_answer(body: bytes) -> PrefillAnswer:
     An answer that hands over no KV is no fault: prefill gives none for a prompt
     shorter than a block, and decode then computes the prompt itself.
     """
+    usage = None
     try:
         answer = _answer_decoder.decode(body)
+        usage, transfer = answer.usage, answer.kv_transfer_params
+    except msgspec.ValidationError:
+        try:
+            transfer = _unread_usage_decoder.decode(body).kv_transfer_params
+        except msgspec.DecodeError:
+            return NOTHING
     except msgspec.DecodeError:
         return NOTHING
-    usage = _usage_of(answer.usage)
-    prompt_tokens = usage.prompt_tokens or usage.input_tokens
-    details = usage.prompt_tokens_details or usage.input_tokens_details
-    cached = details.cached_tokens if details is not None else None
-    transfer = bytes(answer.kv_transfer_params)
+    prompt_tokens, cached = 0, None
+    if usage is not None:
+        prompt_tokens = usage.prompt_tokens or usage.input_tokens
+        details = usage.prompt_tokens_details or usage.input_tokens_details
+        cached = None if details is None else details.cached_tokens
     try:
-        members = _object_decoder.decode(transfer)
+        told = _transfer_decoder.decode(transfer)
     except msgspec.DecodeError:
         return PrefillAnswer(None, None, prompt_tokens, cached)
-    kvturn = members.pop("kvturn", None)
-    if not _hands_over(members):
-        return PrefillAnswer(None, _report_of(kvturn), prompt_tokens, cached)
-    if kvturn is None:
-        return PrefillAnswer(transfer, None, prompt_tokens, cached)
-    transfer = b"".join(joined(members))
-    return PrefillAnswer(transfer, _report_of(kvturn), prompt_tokens, cached)
+    report = _report_of(told.kvturn)
+    if not _names_blocks(told.remote_block_ids):
+        return PrefillAnswer(None, report, prompt_tokens, cached)
+    if told.kvturn is _ABSENT and told.remote_block_ids is not _ABSENT:
+        return PrefillAnswer(bytes(transfer), report, prompt_tokens, cached)
+    members = _object_decoder.decode(transfer)
+    members.pop("kvturn", None)
+    handed = b"".join(joined(members)) if members else None
+    return PrefillAnswer(handed, report, prompt_tokens, cached)
 
 
-def _usage_of(value: bytes) -> _Usage:
-    try:
-        return _usage_decoder.decode(value) or _Usage()
-    except msgspec.DecodeError:
-        return _Usage()
-
-
-def _hands_over(members: Mapping[str, bytes]) -> bool:
-    blocks = members.get("remote_block_ids")
-    if blocks is None:
+def _names_blocks(blocks: bytes) -> bool:
+    if blocks is _ABSENT:
         # Connectors other than NIXL hand over without naming blocks.
-        return bool(members)
+        return True
     text = bytes(memoryview(blocks)[:256])
     return text != b"null" and bool(text.translate(None, _no_blocks))
 
 
-def _report_of(value: bytes | None) -> ReadReport | None:
-    if value is None:
+def _report_of(value: bytes) -> ReadReport | None:
+    if value is _ABSENT:
         return None
     try:
         report = _report_decoder.decode(value)

@@ -1,6 +1,6 @@
 """A turn's report as a message, for gRPC clients and the lease service, and back."""
 
-from typing import cast
+from typing import Final, cast
 
 from google.protobuf import duration_pb2
 
@@ -9,13 +9,20 @@ from kvturn_router.conversation import TurnReport
 from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
 
+_VERDICTS: Final = {verdict: proto_verdict(verdict) for verdict in Verdict}
+_PLANS: Final = {
+    name.removeprefix("PLAN_KIND_").lower(): cast("common_pb2.PlanKind", number)
+    for name, number in common_pb2.PlanKind.items()
+    if number != common_pb2.PLAN_KIND_UNSPECIFIED
+}
+
 
 def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnReport:
     """Returns the message of a report. What is not known is absent."""
-    message = common_pb2.TurnReport(
+    return common_pb2.TurnReport(
         conversation_id=conversation_id,
         turn=report.turn,
-        verdict=proto_verdict(report.verdict),
+        verdict=_VERDICTS[report.verdict],
         prompt_tokens=report.prompt_tokens,
         reused_tokens=report.reused_tokens,
         local_tokens=report.local_tokens,
@@ -25,13 +32,9 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
         output_tokens=report.output_tokens,
         prefill_engine=report.prefill_engine,
         decode_engine=report.decode_engine,
+        plan=_PLANS.get(report.plan),
+        first_byte_time=duration(report.first_byte_ms) if report.first_byte_ms else None,
     )
-    if report.plan:
-        number = common_pb2.PlanKind.Value(f"PLAN_KIND_{report.plan.upper()}")
-        message.plan = cast("common_pb2.PlanKind", number)
-    if report.first_byte_ms:
-        message.first_byte_time.CopyFrom(duration(report.first_byte_ms))
-    return message
 
 
 def report_of(message: common_pb2.TurnReport) -> TurnReport:
@@ -55,9 +58,8 @@ def report_of(message: common_pb2.TurnReport) -> TurnReport:
 
 def duration(milliseconds: float) -> duration_pb2.Duration:
     """Returns so many milliseconds, to the microsecond."""
-    message = duration_pb2.Duration()
-    message.FromMicroseconds(round(milliseconds * 1000))
-    return message
+    seconds, microseconds = divmod(round(milliseconds * 1000), 1_000_000)
+    return duration_pb2.Duration(seconds=seconds, nanos=microseconds * 1000)
 
 
 def _milliseconds(message: duration_pb2.Duration) -> float:
@@ -65,6 +67,4 @@ def _milliseconds(message: duration_pb2.Duration) -> float:
 
 
 def _plan_word(number: int) -> str:
-    if number == common_pb2.PLAN_KIND_UNSPECIFIED or number not in common_pb2.PlanKind.values():
-        return ""
-    return common_pb2.PlanKind.Name(number).removeprefix("PLAN_KIND_").lower()
+    return next((word for word, known in _PLANS.items() if known == number), "")
