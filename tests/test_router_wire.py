@@ -196,6 +196,42 @@ async def test_a_body_above_the_limit_is_a_413_that_names_it(chunked):
         assert not rig.prefill.turns
 
 
+@pytest.mark.parametrize("before", [b"2\r\n{}\r\n0\r\nx: ", b"2;"], ids=["trailer", "chunk"])
+async def test_what_is_around_a_body_has_the_limit_of_a_head(before):
+    """A trailer, or what follows a chunk's size, never ends: a 431, and none of it is kept."""
+    head = (
+        b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\ntransfer-encoding: chunked\r\n\r\n"
+    )
+    async with router("--max-header-kb=8") as rig:
+        client = await rig.client()
+        client.writer.write(head + before + b"a" * 4096)
+        await rig.ask("GET", "/health")
+        client.writer.write(b"a" * 10_000)
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (431, "close")
+
+
+async def test_a_body_in_tiny_chunks_takes_no_more_memory_than_its_bytes():
+    """Three bytes a chunk: it arrives as it was sent, and is not kept piece by piece."""
+    body = json.dumps(turn_body(messages=[{"role": "user", "content": "x" * 9000}])).encode()
+    chunks = [b"%x\r\n%b\r\n" % (len(x), x) for x in (body[i : i + 3] for i in range(0, 9000, 3))]
+    rest = body[9000:]
+    async with router() as rig:
+        client = await rig.client()
+        client.writer.write(
+            b"POST /v1/chat/completions HTTP/1.1\r\nhost: router\r\n"
+            b"content-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n"
+        )
+        client.writer.write(b"".join(chunks))
+        connections = rig.server._listener.connections
+        await rig.until(lambda: any(each._body_bytes == 9000 for each in connections))
+        (connection,) = (each for each in connections if each._body_bytes == 9000)
+        assert len(connection._body) == 2
+        client.writer.write(b"%x\r\n%b\r\n0\r\n\r\n" % (len(rest), rest))
+        assert (await client.answer()).status == 200
+        assert rig.decode.turns[0].json["messages"] == json.loads(body)["messages"]
+
+
 async def test_a_head_above_the_limit_is_a_431():
     """One endless header, or very many."""
     async with router("--max-header-kb=4") as rig:
@@ -368,10 +404,17 @@ async def test_requests_sent_ahead_have_limits():
         assert await client.reader.read() == b""
 
 
-async def test_a_client_that_never_reads_is_given_up():
-    """Its answer has been stuck for the stall limit: the connection and both legs end."""
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_client_that_never_reads_is_given_up(whole):
+    """It has taken nothing for the stall limit: its connection ends, and both legs if they last.
+
+    A whole answer has ended by then for all but its client, and must not stay in memory.
+    """
 
     async def play(seen: Seen, reply: Reply) -> None:
+        if whole:
+            await reply.json({"choices": [], "text": "x" * (32 << 20)})
+            return
         await reply.begin_stream()
         while not seen.gone.is_set():
             await reply.send(b"data: " + b"x" * 65530 + b"\n\n")
@@ -379,19 +422,30 @@ async def test_a_client_that_never_reads_is_given_up():
     async with router() as rig:
         rig.decode.script(CHAT, play)
         client = await rig.client()
-        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=not whole)).encode())
         await client.head()
         client.writer.transport.pause_reading()
         listener = rig.server._listener
-        loop = asyncio.get_running_loop()
-        (connection,) = [open_ for open_ in listener.connections if open_._current is not None]
+        (connection,) = listener.connections
         await rig.until(lambda: connection._blocked)
-        listener.sweep(loop.time() + listener.limits.stall_s - 10)
-        assert rig.server._forwarder.in_flight == 1
-        listener.sweep(loop.time() + listener.limits.stall_s + 10)
+        transport = connection._transport
+        assert transport is not None
+        before = -1
+        while before != (before := transport.get_write_buffer_size()):
+            for _ in range(10):
+                await rig.ask("GET", "/health")
+        now = asyncio.get_running_loop().time()
+        stall_s = listener.limits.stall_s
+        for after_s in (0, stall_s - 10):
+            listener.sweep(now + after_s)
+        assert connection in listener.connections
+        assert rig.server._forwarder.in_flight == (0 if whole else 1)
+        listener.sweep(now + stall_s + 10)
+        await rig.until(lambda: connection not in listener.connections)
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
-        async with asyncio.timeout(10):
-            await rig.decode.turns[0].gone.wait()
+        if not whole:
+            async with asyncio.timeout(10):
+                await rig.decode.turns[0].gone.wait()
 
 
 async def test_a_request_that_does_not_come_whole_is_a_408():

@@ -26,6 +26,9 @@ _DISCARD_S: Final = 2.0
 
 _HEADERS_MAX: Final = 256
 
+_SMALL_BYTES: Final = 1024
+"""Pieces of a body below this are put together as they come."""
+
 # Names as clients write them, lower-cased once and for all.
 _NAMES = {
     written.encode(): name
@@ -259,7 +262,9 @@ class ClientConnection(asyncio.Protocol):
         self._ahead: deque[HttpRequest] = deque()
         self._flow: Flow | None = None
         self._blocked = False
-        self._blocked_at = 0.0
+        # Bytes of answers that the client has yet to take, and when it last took some.
+        self._untaken = 0
+        self._taken_at = 0.0
         self._last_read = self.loop.time()
         # When the request began that is being read, or was refused.
         self._began = self._last_read
@@ -267,9 +272,11 @@ class ClientConnection(asyncio.Protocol):
         self._target = b""
         self._fields: list[tuple[bytes, bytes]] = []
         self._headers: dict[str, str] = {}
-        self._body: list[bytes] = []
+        self._body: list[bytes | bytearray] = []
         self._body_bytes = 0
         self._head_bytes = 0
+        # Of the body, but not what it holds: what is around chunks, and trailers.
+        self._around_bytes = 0
         self._in_head = True
         self._reading = False
         self._upgrading = False
@@ -280,9 +287,9 @@ class ClientConnection(asyncio.Protocol):
 
     def check_time(self, now: float) -> None:
         """Closes the connection if its client took too long."""
+        if self._is_stalled(now):
+            self.abort()
         if self._current is not None:
-            if self._blocked and now - self._blocked_at > self.listener.limits.stall_s:
-                self.abort()
             return
         quiet_s = now - self._last_read
         if self._closing:
@@ -295,6 +302,13 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(TurnError(408, "The request did not come whole.", reason="SLOW"))
         elif quiet_s > self.listener.limits.idle_s:
             self.close()
+
+    def _is_stalled(self, now: float) -> bool:
+        """Tells whether the client has taken nothing for too long, be the answer ended or not."""
+        untaken = 0 if self._transport is None else self._transport.get_write_buffer_size()
+        if not untaken or untaken != self._untaken:
+            self._untaken, self._taken_at = untaken, now
+        return now - self._taken_at > self.listener.limits.stall_s
 
     def close_idle(self) -> None:
         """Closes the connection if it serves nothing."""
@@ -362,7 +376,6 @@ class ClientConnection(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._blocked = True
-        self._blocked_at = self.loop.time()
         if self._flow is not None:
             self._flow.pause()
 
@@ -378,8 +391,11 @@ class ClientConnection(asyncio.Protocol):
         self._reading = True
         if self._in_head:
             self._head_bytes += len(data)
+        else:
+            self._around_bytes += len(data)
         self._feed(data)
-        if self._in_head and self._head_bytes > self.listener.limits.head_bytes_max:
+        read = self._head_bytes if self._in_head else self._around_bytes
+        if read > self.listener.limits.head_bytes_max:
             self._refuse_head()
 
     def _feed(self, data: bytes) -> None:
@@ -433,6 +449,7 @@ class ClientConnection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._in_head = False
+        self._around_bytes = 0
         self._headers = headers_of(self._fields)
         if len(self._fields) > _HEADERS_MAX or self._head_is_long():
             self._refuse_head()
@@ -466,17 +483,27 @@ class ClientConnection(asyncio.Protocol):
     def on_body(self, data: bytes) -> None:
         if self._refused is not None:
             return
+        self._around_bytes = 0
         self._body_bytes += len(data)
         if self._body_bytes > self.listener.limits.body_bytes_max:
             self._refuse_body()
+        elif self._body and len(data) < _SMALL_BYTES:
+            self._add_small(data)
         else:
             self._body.append(data)
+
+    def _add_small(self, data: bytes) -> None:
+        # Objects of their own would take many times the bytes of small chunks.
+        if not isinstance(self._body[-1], bytearray):
+            self._body.append(bytearray())
+        self._body[-1] += data
 
     def on_message_complete(self) -> None:
         if self._refused is not None or self._upgrading:
             return
         version = self._parser.get_http_version()
-        body = self._body[0] if len(self._body) == 1 else b"".join(self._body)
+        # The first is always as it came.
+        body = cast("bytes", self._body[0]) if len(self._body) == 1 else b"".join(self._body)
         self._body = []
         self._reading = False
         self._in_head = True
