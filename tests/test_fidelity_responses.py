@@ -216,6 +216,27 @@ async def test_a_response_whose_engine_is_down_is_asked_of_no_other():
         assert (await rig.post(asking(), RESPONSES)).status == 200
 
 
+@pytest.mark.parametrize("why", ["draining", "full", "busy"])
+async def test_a_response_is_asked_of_its_engine_whatever_that_has_to_do(why):
+    """It drains, or has far more to do than the other: the other would not know the response."""
+    async with offering(decodes=2) as rig:
+        made = (await rig.post(asking(), RESPONSES)).json["id"]
+        [holder] = [one for one in rig.decodes if any(s.path == RESPONSES for s in one.seen)]
+        [engine] = [one for one in rig.server._fleet.decodes if one.url == holder.url]
+        if why == "draining":
+            rig.server._fleet.drain(holder.url, True)
+        elif why == "full":
+            engine._in_flight_max = 0
+            engine.changed()
+        else:
+            for _ in range(100):
+                engine.begin()
+        asked = len(holder.seen)
+        answer = await rig.post(asking(previous_response_id=made), RESPONSES)
+        assert answer.status == 200
+        assert [seen.path for seen in holder.seen[asked:] if seen.path == RESPONSES] == [RESPONSES]
+
+
 async def test_engines_that_do_not_offer_the_api_say_so_themselves():
     """A 404 of the engine's own, as it is."""
     async with router() as rig:

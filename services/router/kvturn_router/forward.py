@@ -359,6 +359,7 @@ class _Turn:
                 forwarder.thresholds,
                 model=self._request.key.model,
                 alone=self._request.alone,
+                bound=self._request.response is not None,
                 now_ns=forwarder.clock_ns(),
             )
         except NoEngine as error:

@@ -152,15 +152,21 @@ def decide(
     *,
     model: str,
     alone: bool,
+    bound: bool = False,
     now_ns: int,
 ) -> Plan[E]:
     """Returns the plan for one turn.
 
     `holder` is the decode engine at the resolution's address, None if it is
     not one of ours. `model` is the name that the client asks for. `alone` says
-    that the answer cannot be given through prefill and decode. Raises NoEngine.
+    that the answer cannot be given through prefill and decode, and `bound` that
+    no engine but the holder can give it, however much it has to do, and while
+    it drains. Raises NoEngine.
     """
-    decode, where = _decode_engine(holder, decodes, thresholds)
+    if bound and holder is not None:
+        decode, where = holder, _HOME
+    else:
+        decode, where = _decode_engine(holder, decodes, thresholds)
     if alone:
         off = resolution.verdict is Verdict.TURNED_OFF
         told = Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED
