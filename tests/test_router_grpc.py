@@ -17,6 +17,7 @@ from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
+from kvturn_router import grpc_front
 from kvturn_router.conversation import TurnReport
 from kvturn_router.turn_report import report_message, report_of
 from kvturn_router.verdict import Verdict
@@ -547,6 +548,27 @@ async def test_a_caller_that_does_not_read_slows_the_engine():
         while (await call.read()) is not grpc.aio.EOF:
             count += 1
         assert count == total
+
+
+async def test_a_caller_that_never_reads_is_given_up(monkeypatch):
+    """It has taken nothing for the stall limit: the turn ends, and so does decode's work for it."""
+    monkeypatch.setattr(grpc_front, "_STALL_S", 0.3)
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        while not seen.gone.is_set():
+            await reply.event(chunk({"content": "x" * 20_000}))
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.decode.script(CHAT, play)
+        call = stub.Chat(chat())
+        await rig.until(lambda: rig.server._forwarder.in_flight == 1)
+        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+        async with asyncio.timeout(10):
+            await rig.decode.turns[0].gone.wait()
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            [each async for each in call]
+        assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
 
 async def test_health_and_reflection_answer():

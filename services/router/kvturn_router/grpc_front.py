@@ -35,6 +35,9 @@ logger = logging.getLogger("kvturn.router.grpc")
 
 _SERVICE: Final = "kvturn.v1.RouterService"
 
+_STALL_S: Final = 300.0
+"""How long a caller may take nothing of a stream."""
+
 _PATHS: Final = {
     router_pb2.API_UNSPECIFIED: CHAT,
     router_pb2.API_CHAT_COMPLETIONS: CHAT,
@@ -67,11 +70,10 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             async with self._serving(turn) as answer:
                 report = await answer.begun()
                 await _send_metadata(context, turn, answer)
-                await context.write(
-                    router_pb2.ChatResponse(report=report_message(turn.key.conversation_id, report))
-                )
+                first = report_message(turn.key.conversation_id, report)
+                await _write(context, router_pb2.ChatResponse(report=first))
                 while (chunk := await answer.next_chunk()) is not None:
-                    await context.write(router_pb2.ChatResponse(chunk_json=chunk))
+                    await _write(context, router_pb2.ChatResponse(chunk_json=chunk))
         except TurnError as error:
             await abort(context, error)
 
@@ -308,6 +310,15 @@ def _checked(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., 
         return await method(request, context)
 
     return call
+
+
+async def _write(context: Context, response: router_pb2.ChatResponse) -> None:
+    """Writes to a stream. Raises TurnError if the caller takes nothing for too long."""
+    try:
+        async with asyncio.timeout(_STALL_S):
+            await context.write(response)
+    except TimeoutError:
+        raise TurnError(408, "The answer was not taken.", reason="SLOW") from None
 
 
 async def _send_metadata(context: Context, turn: TurnRequest, answer: GrpcAnswer) -> None:
