@@ -3,6 +3,7 @@
 import tracemalloc
 
 import pytest
+from msgspec.structs import replace
 
 from kvturn.v1 import common_pb2
 from kvturn_router.body import parse
@@ -136,7 +137,7 @@ def test_a_report_is_remembered_as_it_was():
         book.begin_turn(KEY)
         book.end_turn(KEY, told)
     assert book.reports(KEY) == reports
-    book.end_turn(KEY, reports[0]._replace(prompt_tokens=1 << 40, prefill_ms=1e12))
+    book.end_turn(KEY, replace(reports[0], prompt_tokens=1 << 40, prefill_ms=1e12))
     cut = (book.reports(KEY) or [])[-1]
     assert (cut.prompt_tokens, cut.prefill_ms) == ((1 << 32) - 1, ((1 << 32) - 1) / 1000)
 

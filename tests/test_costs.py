@@ -6,6 +6,7 @@ import random
 from typing import NamedTuple
 
 import pytest
+from msgspec.structs import replace
 
 from kvturn_router.costs import (
     ENGINES_MAX,
@@ -79,7 +80,7 @@ def forecast(costs: Costs, held: int, new_bytes: int, **changed: object) -> Fore
         decode="http://d",
         decode_in_flight=0,
     )
-    return known._replace(**changed)  # type: ignore[arg-type]
+    return replace(known, **changed)  # type: ignore[arg-type]
 
 
 def pick(costs: Costs, turn: Forecast, now_ns: int, *, explore: bool) -> str:
@@ -216,8 +217,8 @@ def test_answers_that_are_not_streamed_teach_too():
         for way in ("pull", "local", "recompute"):
             generated = rng.randint(5, 200)
             took = world.serve(way, held, 4 + 0.22 * new_bytes, (1.0, 1.0))
-            took = took._replace(
-                decode_ms=took.decode_ms + 12 * generated, generated_tokens=generated
+            took = replace(
+                took, decode_ms=took.decode_ms + 12 * generated, generated_tokens=generated
             )
             costs.learn(way, turn, took, index * SECOND_NS)
     told = costs.estimates(forecast(costs, 2000, 2000), 80 * SECOND_NS)

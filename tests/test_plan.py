@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from msgspec.structs import replace
 
 from kvturn_router.costs import EXPLORED_FIRST, Costs, Priors, Took
 from kvturn_router.plan import NoEngine, PlanKind, Resolution, Thresholds, TurnSize, decide
@@ -130,7 +131,7 @@ def test_a_long_suffix_is_pulled_for(fleet):
 
 def test_a_read_that_costs_more_than_computing_is_not_made(fleet):
     """Little is held: computing it again is cheaper than a read's fixed part."""
-    few = HELD._replace(token_count=40)
+    few = replace(HELD, token_count=40)
     plan = fleet.decide(few, TurnSize(90_000, 8000), local_suffix_tokens_max=0)
     assert (plan.kind, plan.lease_id) == (PlanKind.RECOMPUTE, "")
     assert plan.verdict is Verdict.CHEAPER_TO_COMPUTE
@@ -185,7 +186,7 @@ def test_a_holder_that_is_not_usable_is_a_lost_engine(fleet):
 def test_a_holder_this_router_does_not_know_is_pulled_from(fleet):
     """The holder's address is none of ours: prefill can read from it all the same."""
     fleet.holder = None
-    plan = fleet.decide(HELD._replace(http_address="http://elsewhere"))
+    plan = fleet.decide(replace(HELD, http_address="http://elsewhere"))
     assert (plan.kind, plan.lease_id) == (PlanKind.PULL, "i.1.1")
     assert plan.forecast.holder == "http://elsewhere"
 
@@ -201,8 +202,8 @@ def test_where_nothing_is_held_the_verdict_is_the_resolutions(fleet, verdict):
 @pytest.mark.parametrize(
     "resolution",
     [
-        HELD._replace(extends=False),
-        HELD._replace(token_count=0),
+        replace(HELD, extends=False),
+        replace(HELD, token_count=0),
         Resolution(None, "", "http://d0"),
     ],
 )

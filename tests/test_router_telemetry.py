@@ -6,6 +6,7 @@ import logging
 import time
 
 import pytest
+from msgspec.structs import replace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
@@ -91,7 +92,7 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
     own = Span(
         TRACE, "00000000000000ff", parent, bool(parent), "t", SERVER, 1 << 60, 5, attributes, fault
     )
-    child = own._replace(kind=CLIENT, parent_id="00000000000000fe", parent_is_remote=False)
+    child = replace(own, kind=CLIENT, parent_id="00000000000000fe", parent_is_remote=False)
 
     def context(span_id: str, *, remote: bool = False) -> SpanContext:
         return SpanContext(int(TRACE, 16), int(span_id, 16), remote, TraceFlags(1))

@@ -5,6 +5,8 @@ No I/O, no clock.
 
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from kvturn_router.conversation import TurnReport
 from kvturn_router.costs import Forecast, Took
 from kvturn_router.intake import COMPLETIONS, TurnRequest
@@ -20,52 +22,31 @@ if TYPE_CHECKING:
 _NS_PER_MS = 1e6
 
 
-class Account:
+class Account(msgspec.Struct):
     """One turn's account, filled in as the turn goes on. Times are CLOCK_BOOTTIME, 0 for never."""
 
-    __slots__ = (
-        "answer",
-        "began_ns",
-        "decode_began_ns",
-        "decode_url",
-        "first_byte_ns",
-        "forecast",
-        "kind",
-        "lease_id",
-        "not_computed",
-        "number",
-        "prefill_ms",
-        "prefill_url",
-        "read_failed",
-        "reason",
-        "retained",
-        "usage",
-        "verdict",
-    )
-
-    def __init__(self, began_ns: int) -> None:
-        self.began_ns = began_ns
-        self.number = 0
-        """Number of the turn in its conversation, 0 if not known."""
-        self.verdict = Verdict.NOT_OFFERED
-        self.kind: PlanKind | None = None
-        self.reason = ""
-        self.forecast: Forecast | None = None
-        self.lease_id = ""
-        self.prefill_url = ""
-        self.prefill_ms = 0.0
-        self.answer: PrefillAnswer = NOTHING
-        """What prefill said last."""
-        self.not_computed: int | None = None
-        """The most prompt tokens that no engine computed, None without a prefill leg."""
-        self.read_failed = False
-        self.decode_url = ""
-        self.decode_began_ns = 0
-        self.first_byte_ns = 0
-        self.usage: Usage | None = None
-        """What decode's answer says of its tokens, None if it does not."""
-        self.retained: Retained | None = None
-        """What decode's grant said, where nothing else tells it."""
+    began_ns: int
+    number: int = 0
+    """Number of the turn in its conversation, 0 if not known."""
+    verdict: Verdict = Verdict.NOT_OFFERED
+    kind: "PlanKind | None" = None
+    reason: str = ""
+    forecast: Forecast | None = None
+    lease_id: str = ""
+    prefill_url: str = ""
+    prefill_ms: float = 0.0
+    answer: PrefillAnswer = NOTHING
+    """What prefill said last."""
+    not_computed: int | None = None
+    """The most prompt tokens that no engine computed, None without a prefill leg."""
+    read_failed: bool = False
+    decode_url: str = ""
+    decode_began_ns: int = 0
+    first_byte_ns: int = 0
+    usage: "Usage | None" = None
+    """What decode's answer says of its tokens, None if it does not."""
+    retained: "Retained | None" = None
+    """What decode's grant said, where nothing else tells it."""
 
     def give_reuse_up(self, verdict: Verdict) -> None:
         """Notes that what was read, or was to be read, is of no use."""
@@ -77,7 +58,7 @@ class Account:
         answer = self.answer
         report = answer.report
         if report is not None:
-            report = report._replace(reused_tokens=0, local_tokens=0)
+            report = msgspec.structs.replace(report, reused_tokens=0, local_tokens=0)
         self.answer = PrefillAnswer(None, report, answer.prompt_tokens, None)
         if self.verdict in (Verdict.REUSED, Verdict.PARTIAL_PREFIX):
             self.verdict = Verdict.READ_FAILED

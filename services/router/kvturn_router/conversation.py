@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 from urllib.parse import quote
 
+import msgspec
+
 from kvturn_router.body import Members, given_string
 from kvturn_router.errors import bad_field
 from kvturn_router.verdict import Verdict
@@ -53,7 +55,7 @@ class ConversationKey(NamedTuple):
     conversation_id: str
 
 
-class TurnReport(NamedTuple):
+class TurnReport(msgspec.Struct, frozen=True):
     """How one turn was served.
 
     Token counts are 0 where not known; times are in milliseconds. `plan` is a
@@ -77,7 +79,7 @@ class TurnReport(NamedTuple):
     plan_reason: str = ""
 
 
-class Naming(NamedTuple):
+class Naming(msgspec.Struct, frozen=True):
     """What a client named: a conversation, or else a scope, or "" for both."""
 
     conversation_id: str

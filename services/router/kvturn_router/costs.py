@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from math import hypot, sqrt
 from typing import Final, NamedTuple
 
+import msgspec
+
 from kvturn_router.fit import Fit
 
 ENGINES_MAX: Final = 4096
@@ -56,7 +58,7 @@ class Priors(NamedTuple):
     """The rest of an answer that is not streamed: an answer, a token of it."""
 
 
-class Forecast(NamedTuple):
+class Forecast(msgspec.Struct, frozen=True):
     """What was expected of a turn when it was planned. Tokens are estimates.
 
     `holder` is the address of the engine that holds KV for the turn, "" if none
@@ -96,7 +98,7 @@ class Estimates(NamedTuple):
     recompute: Estimate
 
 
-class Took(NamedTuple):
+class Took(msgspec.Struct, frozen=True):
     """What a turn told of its costs, when it is over. 0 where not known.
 
     `cached_tokens` are those that the engine that computed the prompt found in

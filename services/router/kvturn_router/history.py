@@ -21,7 +21,7 @@ than 3 to 6 % has the same own digest: it is taken for the same prompt again.
 """
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 import xxhash
@@ -50,7 +50,7 @@ _PROMPTS: Final = {CHAT: "messages", "/v1/responses": "input"}
 """The member that holds a request's history, by path; "prompt" elsewhere."""
 
 
-class History(NamedTuple):
+class History(msgspec.Struct, frozen=True):
     """What is known of a request's history.
 
     `points` are digests of 16 bytes: of the whole history, then of it up to
@@ -64,7 +64,7 @@ class History(NamedTuple):
     new_bytes: int
 
 
-class _Cuts(NamedTuple):
+class _Cuts(msgspec.Struct, frozen=True):
     """Where a history is cut, as offsets into its JSON.
 
     `begin` and `end` enclose it; `answers` are where answers begin, latest

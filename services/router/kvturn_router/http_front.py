@@ -335,7 +335,7 @@ class HttpFront:
         body = {
             "conversation_id": key.conversation_id,
             "model": key.model,
-            "turns": [report._asdict() for report in reports],
+            "turns": [msgspec.structs.asdict(report) for report in reports],
         }
         answer.whole(200, _JSON, msgspec.json.encode(body))
 

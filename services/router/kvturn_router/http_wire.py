@@ -15,6 +15,7 @@ from http import HTTPStatus
 from typing import Final, Protocol, cast
 
 import httptools
+import msgspec
 
 from kvturn_router.errors import TurnError
 
@@ -49,8 +50,7 @@ _NAMES = {
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
-@dataclass(slots=True)
-class HttpRequest:
+class HttpRequest(msgspec.Struct):
     """A request as it came. Header names are in lower case, values latin-1 text."""
 
     method: str

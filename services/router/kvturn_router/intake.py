@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from kvturn.keys import bearer_of, unnamed
 from kvturn_router.body import (
@@ -43,8 +45,7 @@ _PASSED_ON = ("x-session-id", "x-vllm-priority", "endpoint-load-metrics-format",
 _client_id = re.compile(r"[\x21-\x7e]{1,256}")
 
 
-@dataclass(slots=True)
-class TurnRequest:
+class TurnRequest(msgspec.Struct):
     """One checked request.
 
     `members` are the body's, to be let go once the decode leg is under way.
@@ -65,10 +66,10 @@ class TurnRequest:
     passed_on: list[tuple[bytes, bytes]]
     trace: TraceContext | None
     request_id: str | None
-    client_wants_token_ids: bool = field(default=False)
-    recognise: bool = field(default=False)
-    scope: str = field(default="")
-    response: ResponseName | None = field(default=None)
+    client_wants_token_ids: bool = False
+    recognise: bool = False
+    scope: str = ""
+    response: ResponseName | None = None
 
 
 def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:

@@ -9,7 +9,9 @@ because the retention it leaves supersedes the one it has.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Generic, NamedTuple, Protocol, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
+
+import msgspec
 
 from kvturn_router.costs import Costs, Estimate, Estimates, Forecast
 from kvturn_router.verdict import Verdict
@@ -28,7 +30,7 @@ class PlanKind(StrEnum):
     """Decode serves the request without prefill: its answer cannot be split."""
 
 
-class Resolution(NamedTuple):
+class Resolution(msgspec.Struct, frozen=True):
     """What is known of a conversation's KV when the turn begins.
 
     `verdict` says why there is nothing to read; it is None exactly when there
@@ -61,7 +63,7 @@ class NoEngine(Exception):
         self.role = role
 
 
-class TurnSize(NamedTuple):
+class TurnSize(msgspec.Struct, frozen=True):
     """How long a turn's history is, in bytes of JSON.
 
     `prompt_bytes` are those of all messages, `new_bytes` those of the messages
@@ -123,7 +125,7 @@ class Thresholds:
     """The holder decodes while it has at most so many requests more than the least loaded."""
 
 
-class Plan(NamedTuple, Generic[E]):
+class Plan(msgspec.Struct, Generic[E], frozen=True):
     """One decision. `prefill` is None if there is no such leg.
 
     `verdict` is None exactly when `kind` is PULL: then prefill's connector says
@@ -212,7 +214,7 @@ _HOME: Final = "at_holder"
 _LOST: Final = "holder_lost"
 
 
-class _Turn(NamedTuple):
+class _Turn(msgspec.Struct, frozen=True):
     """What is known of a turn's size; fields as in Forecast."""
 
     model: str

@@ -3,7 +3,7 @@
 Nothing here does I/O.
 """
 
-from typing import Final, NamedTuple
+from typing import Final
 
 import msgspec
 
@@ -16,7 +16,7 @@ _no_blocks = b"[], \t\r\n"
 _ABSENT: Final = msgspec.Raw(b"")
 
 
-class ReadReport(NamedTuple):
+class ReadReport(msgspec.Struct, frozen=True):
     """What prefill's connector says of one turn.
 
     Counts are tokens; `verdict` is None if it named none that is known.
@@ -30,7 +30,7 @@ class ReadReport(NamedTuple):
     read_bytes: int
 
 
-class PrefillAnswer(NamedTuple):
+class PrefillAnswer(msgspec.Struct, frozen=True):
     """A prefill leg's result.
 
     `transfer` holds the parameters under which decode fetches the KV, a JSON

@@ -9,7 +9,9 @@ it ends, in 2 to 10 us. Field numbers are those of opentelemetry/proto/trace/v1/
 import functools
 from collections.abc import Mapping
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
+
+import msgspec
 
 Attribute = str | int | float
 Attributes = Mapping[str, Attribute]
@@ -25,7 +27,7 @@ _IS_REMOTE: Final = b"\x85\x01\x00\x03\x00\x00"
 _STATUS_UNSET: Final = b"\x7a\x00"
 
 
-class Span(NamedTuple):
+class Span(msgspec.Struct, frozen=True):
     """One span that has ended.
 
     Ids are lower-case hexadecimal, `parent_id` is empty for a root. `kind` is

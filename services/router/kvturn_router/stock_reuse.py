@@ -4,6 +4,8 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
+
 from kvturn.recognition import Recognition
 from kvturn_router.body import joined
 from kvturn_router.conversation import ConversationKey
@@ -136,7 +138,7 @@ class StockReuse:
         prompt_tokens = answer.prompt_tokens
         if cached is not None and cached < handle.tokens:
             report = ReadReport(None, prompt_tokens, 0, cached, 0.0, 0)
-            return Verdict.BELOW_THRESHOLD, answer._replace(report=report)
+            return Verdict.BELOW_THRESHOLD, msgspec.structs.replace(answer, report=report)
         local = cached - handle.tokens if cached is not None else 0
         report = ReadReport(None, prompt_tokens, handle.tokens, local, 0.0, 0)
-        return Verdict.REUSED, answer._replace(report=report)
+        return Verdict.REUSED, msgspec.structs.replace(answer, report=report)
