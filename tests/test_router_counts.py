@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import json
 import random
 from collections import Counter
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, GUARD_S, Play, Reply, Seen, StubEngine
+
+from kvturn_router.intake import TurnRequest
 
 TURNS = 300
 SPAN_S = 1.0
@@ -93,3 +96,24 @@ async def test_turns_that_go_wrong_leave_nothing_behind(plan: str) -> None:
         async with asyncio.timeout(GUARD_S):
             while any(await loads(rig)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("reports", [True, False])
+async def test_a_turn_that_is_over_is_no_longer_in_memory(reports):
+    """Also while its grant never comes, and though nobody collects cycles."""
+    lease = FakeLease()
+    async with router(lease=lease) as rig:
+        if reports:  # Then decode's connector is there, and would announce a retention.
+            rig.prefill.report = {"verdict": "first_turn", "prompt_tokens": 48}
+        gc.collect()
+        gc.disable()
+        try:
+            client = await rig.client()
+            for _ in range(20):
+                await client.send("POST", CHAT, json.dumps(turn_body()).encode())
+                assert (await client.answer()).status == 200
+            await lease.until(lambda: len(lease.turns_ended) == 20)
+            left = [one for one in gc.get_objects() if isinstance(one, TurnRequest)]
+            assert len(left) <= 1
+        finally:
+            gc.enable()

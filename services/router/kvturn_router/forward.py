@@ -684,6 +684,8 @@ class _Turn:
         account = self._account
         if self._session_turn is not None:
             account.number = self._session_turn.number
+            # Nothing more is wanted of it, and a cycle would keep the whole turn in memory.
+            self._session_turn.on_retained = None
         report = account.report() if self._relay.started else None
         if forwarder.lease is not None and self._session_turn is not None:
             told = None if report is None else report_message(request.key.conversation_id, report)
