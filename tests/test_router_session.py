@@ -576,6 +576,28 @@ async def test_a_conversation_that_was_ended_is_not_recognised(service: Service)
     assert again.conversation_id == "conv-2"
 
 
+async def test_ending_a_scope_of_thousands_holds_up_no_turns(service: Service) -> None:
+    """Turns of others are answered in between; all of the scope is over afterwards."""
+    router = await Router(service).up()
+    names = [f"s~{number:012x}" for number in range(8_000)]
+    for number, name in enumerate(names, 1):
+        begun = beginning(number, name, asked=points(name), recognise=True)
+        await router.send(begin_turns=[begun], end_turns=[lease_pb2.EndTurn(turn_id=number)])
+    await router.answer(len(names))
+    ending = asyncio.ensure_future(
+        service.stub.EndConversation(lease_pb2.EndConversationRequest(conversation=key("s")))
+    )
+    answered = 0
+    while not ending.done():
+        answered += 1
+        await router.begin(len(names) + answered, "other", reuse=False)
+    assert answered > 4
+    for number in (0, 4_000, 7_999):
+        asked = points("more", names[number])
+        again = await router.begin(10**5 + number, f"s~{number:x}", asked=asked, recognise=True)
+        assert again.conversation_id == f"s~{number:x}"
+
+
 async def test_a_conversation_nobody_knows_is_kept_by_nobody(service: Service) -> None:
     """Neither kept alive nor listed."""
     for method, request in (

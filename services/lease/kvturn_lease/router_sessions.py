@@ -9,9 +9,11 @@ from kvturn.v1 import lease_pb2
 from kvturn_lease import wire
 from kvturn_lease.errors import ConversationNotFound, InvalidArgument, LeaseServiceError, NotLeader
 from kvturn_lease.router_stream import RouterStream
-from kvturn_lease.routers import Begun
+from kvturn_lease.routers import FAMILY_MAX, Begun
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.conversation import ConversationKey
     from kvturn_lease.effects import Announced
@@ -91,8 +93,12 @@ class RouterSessions:
         """Answers turns that have waited long enough."""
         self._routers.expire(now_ns)
 
+    def family(self, key: ConversationKey) -> Iterator[ConversationKey]:
+        """Yields a conversation and all under its id or scope, as Routers does."""
+        return self._routers.family(key)
+
     def end_conversation(self, key: ConversationKey, now_ns: int) -> int:
-        """Ends a conversation or scope, as Routers does."""
+        """Ends a conversation, as Routers does."""
         return self._routers.end_conversation(key, now_ns)
 
     def keep_alive(self, key: ConversationKey, absence_ns: int | None, now_ns: int) -> int:
@@ -108,7 +114,7 @@ class RouterSessions:
 
     def turns(self, key: ConversationKey, now_ns: int) -> lease_pb2.ListTurnsResponse:
         """Returns the latest reports of a conversation or scope. Raises ConversationNotFound."""
-        family = self._routers.family(key)
+        family = list(self._routers.family(key, FAMILY_MAX))
         reports = self._reports.latest(family)
         if not reports and not any(self._lessor.knows(each, now_ns) for each in family):
             raise ConversationNotFound

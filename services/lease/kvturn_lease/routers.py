@@ -25,11 +25,14 @@ from kvturn_lease.deadline_queue import NEVER_NS, DeadlineQueue
 from kvturn_lease.errors import ConversationNotFound, InvalidArgument, RoutersExhausted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
 
     from kvturn.recognition import Recognition
     from kvturn_lease.lease import Retention
     from kvturn_lease.lessor import Lessor, Resolution
+
+FAMILY_MAX = 1_024
+"""Conversations of a scope that one message is about; a scope can have nearly all there are."""
 
 GRANT_UNDERWAY_NS = 1_000_000_000
 """How long after its turn's end a grant may be on its way; nobody waits longer for it."""
@@ -292,28 +295,32 @@ class Routers:
 
     # ---- conversations -------------------------------------------------------------------
 
-    def family(self, key: ConversationKey) -> list[ConversationKey]:
-        """Returns a conversation and all that were told apart under its id or scope."""
+    def family(self, key: ConversationKey, most: int | None = None) -> Iterator[ConversationKey]:
+        """Yields a conversation and those told apart under its id or scope, all or the latest."""
         ids = self._recognition.branches(key.tenant, key.model, key.conversation_id)
-        others = (ConversationKey(key.tenant, key.model, each) for each in ids)
-        return [key, *(each for each in others if each != key)]
+        yield key
+        for each in ids if most is None else ids[-most:]:
+            if each != key.conversation_id:
+                yield ConversationKey(key.tenant, key.model, each)
 
     def end_conversation(self, key: ConversationKey, now_ns: int) -> int:
-        """Ends a conversation or scope; returns how many leases were ended. Idempotent."""
-        ended = 0
-        for each in self.family(key):
-            ended += self._lessor.end_conversation(each, now_ns)
-            self._recognition.forget(each)
+        """Ends a conversation, but none under it; returns how many leases that ended. Idempotent.
+
+        A scope may have so many that ending them all takes seconds.
+        """
+        ended = self._lessor.end_conversation(key, now_ns)
+        self._recognition.forget(key)
         return ended
 
     def keep_alive(self, key: ConversationKey, absence_ns: int | None, now_ns: int) -> int:
         """Keeps a conversation or scope from becoming idle, as Lessor.keep_alive() does.
 
-        Returns for how long what is kept longest is kept. Raises ConversationNotFound.
+        Of a scope, the latest FAMILY_MAX. Returns for how long what is kept longest is kept.
+        Raises ConversationNotFound.
         """
         kept_ns = [
             self._lessor.keep_alive(each, absence_ns, now_ns)
-            for each in self.family(key)
+            for each in self.family(key, FAMILY_MAX)
             if self._lessor.knows(each, now_ns)
         ]
         if not kept_ns:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
 _SECOND_NS = 1_000_000_000
 _RETENTIONS_PER_STEP = 256
+_CONVERSATIONS_PER_STEP = 256
 _TRACEPARENT_CHARACTERS_MAX = 64
 
 logger = logging.getLogger("kvturn.lease")
@@ -439,11 +441,16 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     async def EndConversation(
         self, request: lease_pb2.EndConversationRequest, context: Any
     ) -> lease_pb2.EndConversationResponse:
-        """Ends a conversation's lease."""
+        """Ends the leases of a conversation or scope."""
         key = wire.conversation_key(request.conversation, "conversation")
         _annotate(_naming(key))
-        with self._now() as now_ns:
-            ended = self._router_sessions.end_conversation(key, now_ns)
+        ended = 0
+        family = self._router_sessions.family(key)
+        while step := list(itertools.islice(family, _CONVERSATIONS_PER_STEP)):
+            with self._now() as now_ns:
+                for each in step:
+                    ended += self._router_sessions.end_conversation(each, now_ns)
+            await asyncio.sleep(0)  # let turns through while a large scope is ended
         return lease_pb2.EndConversationResponse(leases_ended=ended)
 
     @_aborts
