@@ -322,3 +322,21 @@ async def test_load_spreads_over_equal_engines():
         for _ in range(4):
             await rig.post(turn_body())
         assert [len(engine.turns) for engine in rig.prefills + rig.decodes] == [2, 2, 2, 2]
+
+
+@pytest.mark.parametrize("length", [5, 500])
+async def test_what_an_engine_sends_beyond_an_answer_spoils_no_later_one(length):
+    """The head of an answer to no request follows: its connection serves nobody any more."""
+    async with router() as rig:
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            body = json.dumps(rig.decode.whole_answer(seen)).encode()
+            head = (
+                b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+            )
+            await reply.raw(head % len(body) + body + head % length)
+
+        rig.decode.script(CHAT, play)
+        for _ in range(4):
+            answer = await rig.post(turn_body())
+            assert (answer.status, answer.json["id"]) == (200, "chatcmpl-1")

@@ -337,6 +337,9 @@ class _Connection(asyncio.Protocol):
     # httptools
 
     def on_message_begin(self) -> None:
+        if self._complete:  # Another answer begins, to no request: the next one would be mixed up.
+            self._keeps = False
+            return
         self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
