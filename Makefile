@@ -67,7 +67,7 @@ lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 bench-lease: setup-fast ## Measure what the lease service costs (minutes, on a quiet machine)
 	$(BIN)/python -m bench.lease $(BENCH_ARGS)
 
-bench-router: setup-fast ## Measure what the router costs beside other routers (an hour, on a quiet machine)
+bench-router: setup-fast ## Measure what the router costs beside other routers (half an hour, on a quiet machine)
 	@$(SETUP) vllm-router
 	@$(SETUP) smg
 	@$(SETUP) example-proxy
