@@ -296,13 +296,14 @@ async def test_a_short_suffix_is_computed_by_the_holder_alone():
         assert "lease_id" not in transfer["kvturn"]
         # The engine's own number says what it did not compute.
         assert answer.json["usage"]["prompt_tokens_details"] == {"cached_tokens": 48}
+        assert answer.headers["x-kvturn-local-tokens"] == "48"
         turn_id = rig.lease.begun[0].turn_id
         tokens = {"token_count": 4021, "prompt_tokens": 4010, "local_cached_tokens": 3984}
         await rig.lease.push(retained=[lease_pb2.TurnRetained(turn_id=turn_id, **tokens)])
         await rig.lease.until(lambda: rig.lease.turns_ended)
         ended = rig.lease.turns_ended[0]
         assert ended.retains
-        assert ended.report.local_tokens == 3984
+        assert ended.report.local_tokens == 48
 
 
 async def test_a_holder_that_refuses_a_local_turn_is_done_without():

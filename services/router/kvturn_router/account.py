@@ -10,12 +10,12 @@ import msgspec
 from kvturn_router.conversation import TurnReport
 from kvturn_router.costs import Forecast, Took
 from kvturn_router.intake import COMPLETIONS, TurnRequest
+from kvturn_router.plan import PlanKind
 from kvturn_router.prefill_answer import NOTHING, PrefillAnswer
 from kvturn_router.span_wire import Attribute
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:
-    from kvturn_router.plan import PlanKind
     from kvturn_router.session_turns import Retained
     from kvturn_router.usage import Usage
 
@@ -29,7 +29,7 @@ class Account(msgspec.Struct):
     number: int = 0
     """Number of the turn in its conversation, 0 if not known."""
     verdict: Verdict = Verdict.NOT_OFFERED
-    kind: "PlanKind | None" = None
+    kind: PlanKind | None = None
     reason: str = ""
     forecast: Forecast | None = None
     lease_id: str = ""
@@ -86,8 +86,10 @@ class Account(msgspec.Struct):
         """Returns the prompt tokens found in the own cache of the engine that computed it."""
         if self.answer.report is not None:
             return self.answer.report.local_tokens
-        if self.retained is not None:
-            return self.retained.local_cached_tokens
+        if self.kind is PlanKind.LOCAL:
+            if self.usage is not None and self.usage.cached_tokens is not None:
+                return self.usage.cached_tokens
+            return self.retained.local_cached_tokens if self.retained is not None else 0
         return self.answer.cached_tokens or 0
 
     def report(self) -> TurnReport:
