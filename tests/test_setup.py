@@ -82,7 +82,8 @@ def test_the_demo_prepares_no_more_than_one_vllm_and_the_model() -> None:
     steps = setup.all_steps()
     assert setup.names_of("demo", steps) == {"uv", "workspace", "vllm-0.29.0", "model"}
     assert not {"vllm-0.29.0", "vllm-0.32.0", "model"} & setup.names_of("fast", steps)
-    assert setup.names_of("test", steps) == set(steps) - {"plots"}
+    rivals = {"vllm-router", "smg", "example-proxy"}
+    assert setup.names_of("test", steps) == set(steps) - {"plots"} - rivals
     with pytest.raises(setup.SetupError, match="no group or step named nonsense"):
         setup.names_of("nonsense", steps)
 
