@@ -4,13 +4,15 @@ import asyncio
 import time
 
 import pytest
+from router_harness import FakeLease, router, turn_body
+from stub_engine import CHAT, Reply, Seen
 
 from kvturn_router.admission import Admission
-from kvturn_router.engine import Engine, EngineAddress
+from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
 from kvturn_router.errors import TurnError
 from kvturn_router.fleet import FLAGS, Fleet
 from kvturn_router.health import Health
-from kvturn_router.waiting import WaitingRoom
+from kvturn_router.waiting import NoPlace, NoRoom, Waiting, WaitingRoom
 
 
 def boottime_ns() -> int:
@@ -29,17 +31,16 @@ class Rig:
         self.engine = self.fleet.add("http://d:1", "decode", FLAGS)
         self.fleet.seen_well(self.engine)
         self.room: WaitingRoom[Engine] = WaitingRoom(
-            places=places, patience_ns=round(patience_s * 1e9)
+            roles=[DECODE], places=places, patience_ns=round(patience_s * 1e9)
         )
         self._admission = Admission(self.fleet, self.room, boottime_ns)
 
     async def claim(self) -> Engine:
-        def take() -> Engine | None:
+        def take() -> Engine:
             engine = self.fleet.decodes.least()
-            if engine is None and not self.engine.available:
-                raise LookupError
-            if engine is not None:
-                engine.begin()
+            if engine is None:
+                raise NoRoom(DECODE) if self.engine.available else LookupError
+            engine.begin()
             return engine
 
         return await self._admission.claim(take, Engine.end)
@@ -106,3 +107,105 @@ async def test_those_in_line_hear_when_no_engine_is_left():
     rig.fleet.drain("http://d:1", True)
     with pytest.raises(LookupError):
         await waiting
+
+
+class Lines:
+    """A prefill and a decode engine with so much room, and turns that take what they need."""
+
+    def __init__(self, **room: int) -> None:
+        self.left = {PREFILL: room["prefill"], DECODE: room["decode"]}
+        self.asked: list[str] = []
+        self.room: WaitingRoom[str] = WaitingRoom(roles=(DECODE, PREFILL), places=10, patience_ns=9)
+
+    def turn(self, name: str, *needs: str) -> Waiting[str]:
+        def take() -> str:
+            self.asked.append(name)
+            for role in (DECODE, PREFILL):
+                if role in needs and not self.left[role]:
+                    raise NoRoom(role)
+            for role in needs:
+                self.left[role] -= 1
+            return name
+
+        return self.room.claim(take, 0)
+
+    def frees(self, role: str) -> list[str]:
+        """Makes room for one turn; returns who was asked."""
+        self.left[role] += 1
+        self.asked.clear()
+        self.room.serve()
+        return self.asked
+
+
+def test_who_waits_for_prefill_keeps_nobody_from_decode():
+    """Those that came first need a prefill engine; a later turn needs decode alone."""
+    lines = Lines(prefill=0, decode=1)
+    split = lines.turn("split", PREFILL, DECODE)
+    assert lines.turn("alone", DECODE).claim == "alone"
+    later = lines.turn("later", DECODE)
+    lines.frees(DECODE)
+    assert (split.claim, later.claim) == (None, "later")
+
+
+def test_whoever_steps_aside_keeps_its_place():
+    """Two turns wait for decode and then for prefill: the first that came is the first served."""
+    lines = Lines(prefill=0, decode=0)
+    first, second = (lines.turn(name, PREFILL, DECODE) for name in ("first", "second"))
+    alone = lines.turn("alone", DECODE)
+    assert lines.frees(DECODE) == ["first", "second", "alone"]
+    assert alone.claim == "alone"
+    lines.frees(PREFILL)  # there is none to decode
+    assert (first.claim, second.claim) == (None, None)
+    last = lines.turn("last", DECODE)
+    lines.frees(DECODE)
+    assert (first.claim, second.claim, last.claim) == ("first", None, None)
+
+
+def test_a_long_line_costs_each_that_waits_one_question_more():
+    """Nobody is asked twice for what is known to be missing, however often room comes."""
+    lines = Lines(prefill=0, decode=0)
+    for number in range(8):
+        lines.turn(f"{number}", PREFILL, DECODE)
+    assert len(lines.frees(DECODE)) == 8  # each steps aside
+    lines.left[DECODE] = 0
+    assert lines.frees(PREFILL) == ["0"]
+    lines.left[PREFILL] = 0
+    assert lines.frees(DECODE) == ["0"]
+
+
+def test_all_lines_together_are_bounded():
+    """Ten places, whatever those in line wait for."""
+    lines = Lines(prefill=0, decode=1)
+    for number in range(5):
+        lines.turn(f"{number}", PREFILL, DECODE)
+    lines.turn("alone", DECODE)
+    for number in range(5, 10):
+        lines.turn(f"{number}", PREFILL, DECODE)
+    assert len(lines.room) == 10
+    for needs in ([DECODE], [PREFILL, DECODE]):
+        with pytest.raises(NoPlace):
+            lines.turn("too many", *needs)
+
+
+async def test_turns_that_need_no_prefill_are_served_while_others_wait_for_it():
+    """Prefill is full: an answer in two choices comes from decode, and so does a local turn."""
+    lease = FakeLease()
+    free = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await free.wait()
+        await rig.prefill.prefill(seen, reply)
+
+    flags = ("--max-inflight-per-engine=1", "--plan=local")
+    async with router(*flags, decodes=2, lease=lease) as rig:
+        rig.prefill.script(CHAT, play)
+        split = [asyncio.create_task(rig.post(turn_body()))]
+        await rig.prefill.turn(1)
+        split.append(asyncio.create_task(rig.post(turn_body())))
+        await rig.until(lambda: len(lease.begun) == 2)
+        assert (await rig.post(turn_body(n=2))).status == 200
+        lease.lease_id = "i.1.1"
+        lease.http_address = next(one.url for one in rig.decodes if one.turns)
+        assert (await rig.post(turn_body())).headers["x-kvturn-plan"] == "local"
+        free.set()
+        assert [answer.status for answer in await asyncio.gather(*split)] == [200, 200]

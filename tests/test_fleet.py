@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvturn_router.engine import Engine, EngineAddress, engine_address
+from kvturn_router.engine import DECODE, Engine, EngineAddress, engine_address
 from kvturn_router.fleet import (
     ENGINES_MAX,
     FLAGS,
@@ -16,7 +16,7 @@ from kvturn_router.fleet import (
 )
 from kvturn_router.health import Health
 from kvturn_router.loads import Loads
-from kvturn_router.waiting import NoPlace, WaitingRoom
+from kvturn_router.waiting import NoPlace, NoRoom, WaitingRoom
 
 S = 1_000_000_000
 D1 = AnnouncedEngine("d1", "decode", "http://10.0.0.1:8200", False)
@@ -404,17 +404,22 @@ def test_many_engines_are_not_asked_all_at_once():
 # ---- waiting for room ----------------------------------------------------------------------------
 
 
+def no_room() -> int:
+    raise NoRoom(DECODE)
+
+
 def test_turns_wait_in_line_for_an_engine_with_room():
     """Two at once on the only engine; the third waits, the fourth cannot overtake it."""
     rig = Rig()
     engine = rig.add("http://a:1")
-    room: WaitingRoom[Engine] = WaitingRoom(places=2, patience_ns=5 * S)
+    room: WaitingRoom[Engine] = WaitingRoom(roles=[DECODE], places=2, patience_ns=5 * S)
     rig.fleet.decodes.turned = room.serve
 
-    def take() -> Engine | None:
+    def take() -> Engine:
         one = rig.fleet.decodes.least()
-        if one is not None:
-            one.begin()
+        if one is None:
+            raise NoRoom(DECODE)
+        one.begin()
         return one
 
     turns = [room.claim(take, rig.now_ns) for _ in range(4)]
@@ -433,20 +438,11 @@ def test_turns_wait_in_line_for_an_engine_with_room():
     assert engine.in_flight == 1
 
 
-def test_nobody_overtakes_whoever_came_first():
-    """Also not one who could have what it wants while the first in line cannot."""
-    room: WaitingRoom[int] = WaitingRoom(places=2, patience_ns=S)
-    room.claim(lambda: None, 0)
-    assert room.claim(lambda: 1, 0).claim is None
-    room.serve()
-    assert len(room) == 2
-
-
 def test_a_wait_has_an_end():
     """Nobody made room: those in line are told after the patience, in their order."""
-    room: WaitingRoom[int] = WaitingRoom(places=5, patience_ns=2 * S)
-    first = room.claim(lambda: None, 0)
-    second = room.claim(lambda: None, S)
+    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=5, patience_ns=2 * S)
+    first = room.claim(no_room, 0)
+    second = room.claim(no_room, S)
     assert room.next_deadline_ns() == 2 * S
     room.expire(2 * S)
     assert isinstance(first.refusal, NoPlace)
@@ -458,17 +454,17 @@ def test_a_wait_has_an_end():
 
 def test_a_claim_that_fails_ends_that_wait_alone():
     """The engines it could have had are gone by then; the next in line is served."""
-    room: WaitingRoom[int] = WaitingRoom(places=5, patience_ns=S)
-    answers: list[int | None] = [None, 7]
+    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=5, patience_ns=S)
+    there = False
 
-    def fails() -> int | None:
-        if answers[0] is None:
-            answers[0] = 0
-            return None
-        raise LookupError
+    def fails() -> int:
+        if there:
+            raise LookupError
+        raise NoRoom(DECODE)
 
     first = room.claim(fails, 0)
-    second = room.claim(lambda: answers[1], 0)
+    second = room.claim(lambda: 7 if there else no_room(), 0)
+    there = True
     room.serve()
     assert isinstance(first.refusal, LookupError)
     assert second.claim == 7
@@ -476,7 +472,7 @@ def test_a_claim_that_fails_ends_that_wait_alone():
 
 def test_no_place_to_wait_means_no_waiting():
     """A line of length 0: who cannot be served at once comes again later."""
-    room: WaitingRoom[int] = WaitingRoom(places=0, patience_ns=S)
+    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=0, patience_ns=S)
     assert room.claim(lambda: 1, 0).claim == 1
     with pytest.raises(NoPlace):
-        room.claim(lambda: None, 0)
+        room.claim(no_room, 0)

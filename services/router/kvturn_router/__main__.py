@@ -172,7 +172,9 @@ def compose(
     book = ConversationBook(config.conversations_max)
     lease = _lease(config, fleet) if config.lease else None
     room: WaitingRoom[Plan[Engine]] = WaitingRoom(
-        places=config.queue_places, patience_ns=round(config.queue_s * 1e9)
+        roles=(DECODE, PREFILL),
+        places=config.queue_places,
+        patience_ns=round(config.queue_s * 1e9),
     )
     forwarder = Forwarder(
         fleet=fleet,

@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 from kvturn_router.errors import TurnError
 from kvturn_router.fleet import Fleet
-from kvturn_router.waiting import NoPlace, WaitingRoom
+from kvturn_router.waiting import NoPlace, NoRoom, WaitingRoom
 
 C = TypeVar("C")
 
@@ -15,9 +15,9 @@ _RETRY_AFTER_S = 1
 
 
 class Admission(Generic[C]):
-    """Gives turns what they claim of the fleet's engines, in the order in which they came.
+    """Gives turns what they claim of the fleet's engines, as `WaitingRoom` orders them.
 
-    `clock_ns` is CLOCK_BOOTTIME.
+    What they bring raises NoRoom if they cannot have it yet. `clock_ns` is CLOCK_BOOTTIME.
     """
 
     def __init__(self, fleet: Fleet, room: WaitingRoom[C], clock_ns: Callable[[], int]) -> None:
@@ -26,15 +26,16 @@ class Admission(Generic[C]):
         self._timer: asyncio.TimerHandle | None = None
         fleet.prefills.turned = fleet.decodes.turned = room.serve
 
-    def claim_now(self, try_to: Callable[[], C | None]) -> C | None:
-        """Returns what `try_to` claims at once; None if somebody waits, or there is no room.
+    @staticmethod
+    def claim_now(try_to: Callable[[], C]) -> C | None:
+        """Returns what `try_to` claims at once; None if there is no room. Raises what it raises."""
+        try:
+            return try_to()
+        except NoRoom:
+            return None
 
-        Raises what `try_to` raises.
-        """
-        return None if self._room else try_to()
-
-    async def claim(self, try_to: Callable[[], C | None], give_back: Callable[[C], None]) -> C:
-        """Returns what `try_to` claims, as soon as it is not None.
+    async def claim(self, try_to: Callable[[], C], give_back: Callable[[C], None]) -> C:
+        """Returns what `try_to` claims, as soon as there is room.
 
         `give_back` is called if the turn is cancelled with its claim in hand.
         Raises what `try_to` raises, and TurnError 429 if it cannot wait or has

@@ -57,6 +57,7 @@ from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import TurnSpan, TurnTracer
 from kvturn_router.turn_report import report_message, report_of
 from kvturn_router.verdict import Verdict
+from kvturn_router.waiting import NoRoom
 
 _RELEASES_MAX: Final = 256
 """Requests under way at once that only release what prefill holds."""
@@ -344,7 +345,7 @@ class _Turn:
         self._held = [engine for engine in (plan.prefill, plan.decode) if engine is not None]
         return plan
 
-    def _claim(self) -> Plan[Engine] | None:
+    def _claim(self) -> Plan[Engine]:
         forwarder = self._forwarder
         fleet = forwarder.fleet
         resolution = self._resolution
@@ -365,7 +366,7 @@ class _Turn:
         except NoEngine as error:
             loads = fleet.prefills if error.role == PREFILL else fleet.decodes
             if any(engine.available for engine in loads):
-                return None  # All of them are full.
+                raise NoRoom(error.role) from None
             raise no_engine(error.role) from None
         for engine in (plan.prefill, plan.decode):
             if engine is not None:
