@@ -16,6 +16,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from router_harness import router, turn_body
+from router_process import process
 
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.lease_channels import LeaseChannels, Unanswered
@@ -458,6 +459,87 @@ async def test_a_router_without_a_token_serves_without_reuse(
         said = [r.name for r in caplog.records if "(UNAUTHENTICATED)" in r.getMessage()]
         assert said
         assert len(said) == len(set(said)), "each part that asks says it once"
+
+
+async def test_each_refused_caller_is_told_once_at_the_lease_service(
+    tokens: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Routers that try again and again do not hide one another; names write no lines."""
+    async with lease_service(*tokens) as address, dial(address) as stub:
+        for name in ("one", "two", "one", "two", "x\ny"):
+            hello = lease_pb2.RouterSessionRequest(hello=lease_pb2.RouterHello(router_id=name))
+            stream = stub.RouterSession(metadata=metadata("token-engine"))
+            await stream.write(hello)
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stream.read()
+        for number in range(50):
+            stream = stub.EngineSession()
+            await stream.write(register(f"engine-{number}"))
+            with pytest.raises(grpc.aio.AioRpcError):
+                await stream.read()
+    said = [r.getMessage() for r in caplog.records if r.name == "kvturn.lease"]
+    for name, line in zip(("'one'", "'two'", r"'x\ny'"), said, strict=False):
+        assert f"calls itself {name}," in line
+        assert "RouterSession" in line
+        assert "not that of router" in line
+    assert len(said) == 16
+
+
+async def test_a_router_says_which_token_is_refused(
+    tokens: list[str], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is the token of another role; asked for by hand the answer says so, too."""
+    token = tmp_path / "token"
+    token.write_text("token-engine\n")
+    flags = [f"--lease-token-file={token}"]
+    async with lease_service(*tokens) as address, router(f"--lease={address}", *flags) as rig:
+        await until(lambda: "--lease-token-file" in caplog.text)
+        ended = await rig.ask("DELETE", "/kvturn/v1/conversations/c?model=m")
+    said = [r.getMessage() for r in caplog.records if r.name == "kvturn.router.session"]
+    refusal = (
+        "it refuses us (PERMISSION_DENIED): the caller's token or certificate is not that of router"
+    )
+    assert len(said) == 1
+    assert said[0].startswith(f"no session with the lease service at {address}: {refusal}; check ")
+    assert ended.status == 503
+    assert "check --lease-token-file" in ended.json["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("theirs", "router_flags", "reason"),
+    [
+        ("tls", "", "it closes connections at once: if it has --tls-cert, set --lease-ca;"),
+        ("plain", "--lease-ca", "it speaks no TLS: leave --lease-ca out, or set --tls-cert and"),
+        ("strange", "--lease-ca", "its certificate is not to be trusted by --lease-ca: "),
+        ("elsewhere", "--lease-ca", "its certificate does not name the address at which we call"),
+        ("mtls", "--lease-ca", "it closes TLS connections at once: if it has --tls-client-ca, it"),
+    ],
+)
+async def test_tls_that_does_not_fit_is_one_line_with_the_reason(
+    theirs: str, router_flags: str, reason: str, ours: Authority, tmp_path: Path
+) -> None:
+    """As operators see it: all that a router writes while it cannot reach its lease service."""
+    strangers = Authority(tmp_path, "strangers")
+    pair = {
+        "plain": None,
+        "strange": strangers.issue(),
+        "elsewhere": ours.issue(dns=["elsewhere"], addresses=["10.0.0.9"]),
+    }.get(theirs, ours.issue())
+    flags = [] if pair is None else [f"--tls-cert={pair.cert}", f"--tls-key={pair.key}"]
+    if theirs == "mtls":
+        flags.append(f"--tls-client-ca={ours.ca}")
+    ca = [f"{router_flags}={ours.ca}"] if router_flags else []
+    async with (
+        lease_service(*flags) as address,
+        process("--port=0", "--no-grpc", f"--lease={address}", *ca) as started,
+    ):
+        await started.until_listening()
+        started.process.terminate()
+        _, errors = await started.end()
+    said = [line for line in errors.splitlines() if "draining" not in line]
+    assert len(said) == 1, errors
+    assert f"no session with the lease service at {address}: {reason}" in said[0]
+    assert said[0].endswith("turns recompute until there is one")
 
 
 async def test_a_router_with_a_token_asks_the_lease_service(

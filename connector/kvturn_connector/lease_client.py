@@ -67,6 +67,8 @@ process has taken the engine's name."""
 END_READ_TIMEOUT_S = 1.0
 END_READ_ATTEMPTS = 5
 """Within the 3 s after which the lease service takes a read for over; silence fails at once."""
+REASONS_TOLD_MAX = 8
+"""Reasons why there is no session that are told, each once an outage."""
 SEND_QUEUE_MAX = 10_000
 TASKS_MAX = 10_000
 JOIN_TIMEOUT_S = 5.0
@@ -260,7 +262,7 @@ class LeaseClient:
         """One session after the other, for as long as the engine lives."""
         pause_s = RECONNECT_MIN_S
         tried: list[str] = []
-        was_registered = True
+        told: set[str] = set()
         while True:
             endpoint = self._channels.leader.next(tried)
             if endpoint is None:
@@ -271,14 +273,16 @@ class LeaseClient:
             tried.append(endpoint)
             reason = await self._whole_session(endpoint)
             registered = self._session.registered
-            if registered or was_registered:
+            if registered:
+                told.clear()
+            if reason not in told and len(told) < REASONS_TOLD_MAX:
+                told.add(reason)
                 logger.warning(
-                    "kvturn: no session with the lease service at %s (%s); turns recompute "
+                    "kvturn: no session with the lease service at %s: %s; turns recompute "
                     "until there is one",
                     endpoint,
                     reason,
                 )
-            was_registered = registered
             self._session.close()
             if registered:
                 tried.clear()
@@ -297,7 +301,7 @@ class LeaseClient:
         except grpc.aio.AioRpcError as error:
             self._channels.refused(endpoint, error, began_ns)
             self._turned_away = error.code() in TURNED_AWAY
-            return f"{error.code().name}: {error.details()}"
+            return self._channels.problem(error)
         except TimeoutError:
             self._channels.silent(endpoint, began_ns)
             return "no connection in time"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import grpc
 import grpc.aio
 
 from kvturn.tls import ClientTls, TlsFiles
@@ -17,12 +18,27 @@ if TYPE_CHECKING:
 _token = re.compile(rb"[\x21-\x7e]{1,512}")
 
 
+class AccessSettings(NamedTuple):
+    """How a client is given its access, for what is said of it."""
+
+    cert: str = "--lease-cert"
+    key: str = "--lease-key"
+    ca: str = "--lease-ca"
+    token: str = "--lease-token-file"
+
+
 class LeaseAccess:
     """TLS and token of a client; without either, calls are plain and anonymous."""
 
-    def __init__(self, tls: ClientTls | None = None, token: Watched[str] | None = None) -> None:
+    def __init__(
+        self,
+        tls: ClientTls | None = None,
+        token: Watched[str] | None = None,
+        settings: AccessSettings = AccessSettings(),  # noqa: B008 (immutable)
+    ) -> None:
         self._tls = tls
         self._token = token
+        self._settings = settings
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
@@ -36,6 +52,36 @@ class LeaseAccess:
             return grpc.aio.insecure_channel(endpoint, options=options)
         return grpc.aio.secure_channel(endpoint, self._tls.credentials(), options=options)
 
+    def problem(self, code: grpc.StatusCode, details: str) -> str:
+        """Returns in words why a call failed, with the setting to look at where one is at fault."""
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            verb = "set" if self._token is None else "check"
+            return f"it refuses us ({code.name}): {details}; {verb} {self._settings.token}"
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return "it is silent"
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return self._no_connection(details)
+        return f"it answered {code.name}: {details}"
+
+    def _no_connection(self, details: str) -> str:
+        """gRPC's details are a chain of causes, the last one the telling one."""
+        ours = self._settings
+        last = details.removesuffix(": OK").rpartition(": ")[2]
+        if "WRONG_VERSION_NUMBER" in details:
+            return f"it speaks no TLS: leave {ours.ca} out, or set --tls-cert and --tls-key there"
+        if "CERTIFICATE_VERIFY_FAILED" in details:
+            return f"its certificate is not to be trusted by {ours.ca}: {last}"
+        if "Hostname Verification" in details:
+            return "its certificate does not name the address at which we call it"
+        if last == "Socket closed" and self._tls is None:
+            return f"it closes connections at once: if it has --tls-cert, set {ours.ca}"
+        if last == "Socket closed":
+            return (
+                "it closes TLS connections at once: if it has --tls-client-ca, "
+                f"it must trust what {ours.cert} and {ours.key} hold"
+            )
+        return last or "no connection"
+
 
 def lease_access(
     tls: TlsFiles, token_file: Path | None = None, token_setting: str = ""
@@ -47,6 +93,7 @@ def lease_access(
     return LeaseAccess(
         None if tls.ca is None else ClientTls(tls),
         None if token_file is None else _watched_token(token_setting, token_file),
+        AccessSettings(*tls.settings, token_setting or AccessSettings().token),
     )
 
 

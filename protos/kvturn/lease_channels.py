@@ -60,8 +60,16 @@ _HEALTH_QUESTION = b"\x0a" + bytes([len(_SERVICE)]) + _SERVICE
 _SERVING = b"\x08\x01"
 
 
+_WORDS = {
+    "NOT_LEADER": "none of its processes leads now",
+    "STORE_UNAVAILABLE": "its store does not answer",
+    "SHUTTING_DOWN": "it is shutting down",
+}
+"""What the reason of a refusal means to whoever reads it."""
+
+
 class Unanswered(Exception):
-    """No leader answered in time; the message is one line for the log."""
+    """No leader answered in time; the message says why, in words that follow "it" or the like."""
 
     def __init__(self, reason: str, message: str) -> None:
         """`reason`: of the last refusal, or the name of the last gRPC status."""
@@ -122,7 +130,7 @@ class LeaseChannels:
         """
         deadline_ns = self._clock_ns() + round(timeout_s * NS_PER_S)
         tried: list[str] = []
-        problem = Unanswered("SILENT", "it was silent and has not answered a probe since")
+        problem = Unanswered("SILENT", "it is silent")
         while (endpoint := self.leader.next(tried)) is not None:
             tried.append(endpoint)
             asked_ns = self._clock_ns()
@@ -192,7 +200,12 @@ class LeaseChannels:
             self._note()
         else:
             self.lost(endpoint)
-        return Unanswered(reason or code.name, f"{reason or code.name} from {endpoint}")
+        return Unanswered(reason or code.name, self.problem(error))
+
+    def problem(self, error: grpc.aio.AioRpcError) -> str:
+        """Returns in words why a call failed, with the setting to look at if one is at fault."""
+        reason, _ = error_info(error)
+        return _WORDS.get(reason) or self._access.problem(error.code(), error.details() or "")
 
     async def another_leads(self, endpoint: str) -> None:
         """Returns as soon as another endpoint is known to lead."""
@@ -236,7 +249,7 @@ class LeaseChannels:
             health = channel.unary_unary(_HEALTH_CHECK, bytes, bytes)
             serving = await health(_HEALTH_QUESTION, timeout=PROBE_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
-            found = f"{error.code().name}: {error.details()}"
+            found = self.problem(error)
             if error.code() in (grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.NOT_FOUND):
                 found = ""
                 self.leader.answers(endpoint, self._clock_ns())

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-
-# Read when gRPC is first imported. Its own lines say again and again what ours say once.
-os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-
 import asyncio
 import ctypes
 import gc
 import logging
+import os
 import secrets
 import signal
 import sys

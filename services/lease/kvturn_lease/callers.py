@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from kvturn.keys import bearer_of
+from kvturn.v1 import lease_pb2
 from kvturn_lease.errors import CallerUnknown, EngineIdRefused, LeaseServiceError, RoleRefused
 from kvturn_lease.status import abort
 
@@ -39,8 +40,11 @@ _METHODS: Final = "/kvturn.v1.LeaseService/"
 _NAMES: Final = "kvturn:"
 _FIRST_MESSAGE_S: Final = 1.0
 """Longest wait for the first message of a stream that is refused."""
-_QUIET_S: Final = 10.0
-"""Time between two lines in the log about refused callers."""
+_QUIET_S: Final = 60.0
+"""Time between two lines in the log about the same refused caller."""
+_TOLD_MAX: Final = 16
+"""Refused callers that are told apart, and so lines about them in that time."""
+_NAME_SHOWN_MAX: Final = 128
 
 
 class Role(StrEnum):
@@ -127,7 +131,8 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
     def __init__(self, callers: Callers) -> None:
         self._callers = callers
-        self._quiet_until_s = 0.0
+        self._told_s: dict[tuple[str, str, str], float] = {}
+        """When it was last told of a caller, the first told first."""
 
     async def intercept_service(
         self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any
@@ -156,22 +161,45 @@ class CallerInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             try:
                 self._callers.check(name, context)
             except LeaseServiceError as refusal:
-                self._tell(name, context, refusal)
-                if streams:
-                    # A client whose first message is cut off learns of no status.
-                    with contextlib.suppress(TimeoutError):
-                        async with asyncio.timeout(_FIRST_MESSAGE_S):
-                            await context.read()
+                # A client whose first message is cut off learns of no status.
+                first = await _first_message(context) if streams else request
+                self._tell(name, context.peer(), _name_in(first), refusal)
                 await abort(context, refusal)
             return await answer(request, context)
 
         return guarded
 
-    def _tell(self, name: str, context: Any, refusal: LeaseServiceError) -> None:
+    def _tell(self, method: str, peer: str, name: str, refusal: LeaseServiceError) -> None:
+        """Logs a refused caller: each once in a while, and not many of them."""
         now_s = time.monotonic()
-        if now_s >= self._quiet_until_s:
-            self._quiet_until_s = now_s + _QUIET_S
-            logger.warning("%s of %s refused: %s", name, context.peer(), refusal)
+        for caller, told_s in list(self._told_s.items()):
+            if told_s + _QUIET_S > now_s:
+                break
+            del self._told_s[caller]
+        caller = (method, peer.rpartition(":")[0], name)
+        if caller in self._told_s or len(self._told_s) >= _TOLD_MAX:
+            return
+        self._told_s[caller] = now_s
+        who = f"{peer}, which calls itself {name}," if name else peer
+        logger.warning("%s of %s is refused: %s", method, who, refusal)
+
+
+async def _first_message(context: Any) -> Any:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_MESSAGE_S):
+            return await context.read()
+    return None
+
+
+def _name_in(message: Any) -> str:
+    """Returns what a refused caller calls itself, as it can be shown; "" if it does not say."""
+    if isinstance(message, lease_pb2.RouterSessionRequest):
+        name = message.hello.router_id
+    elif isinstance(message, lease_pb2.EngineSessionRequest):
+        name = message.register.engine.engine_id
+    else:
+        name = getattr(message, "reader_engine_id", "")
+    return ascii(name[:_NAME_SHOWN_MAX]) if name else ""
 
 
 def _token(context: Any) -> bytes:

@@ -23,7 +23,7 @@ from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.fleet import DECODE, PREFILL, Engine, Fleet, engine_address
 from kvturn_router.history import History, history_of
 from kvturn_router.intake import TurnRequest
-from kvturn_router.lease_client import LeaseClient
+from kvturn_router.lease_client import LeaseClient, no_conversation
 from kvturn_router.legs import Legs, engine_error, no_engine, refusal_of, whole_body
 from kvturn_router.loads import Loads
 from kvturn_router.plan import (
@@ -167,9 +167,7 @@ class Forwarder:
             return [report_of(report) for report in await self.lease.client.turns(key)]
         reports = self.book.reports(key)
         if reports is None:
-            raise TurnError(
-                404, "This router knows no such conversation.", reason="CONVERSATION_NOT_FOUND"
-            )
+            raise no_conversation()
         return reports
 
     async def end_conversation(self, key: ConversationKey) -> int:

@@ -73,6 +73,22 @@ class LeaseClient:
             return ReadState(None, answer.lease.state == lease_pb2.Lease.STATE_ENDING)
         return ReadState(answer.lease.reading_for.ToMilliseconds(), False)
 
+    def _error(self, error: Unanswered | grpc.aio.AioRpcError) -> TurnError:
+        if isinstance(error, Unanswered):
+            why, store = str(error), error.store_unavailable
+        elif error.code() is grpc.StatusCode.NOT_FOUND:
+            return no_conversation()
+        elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+            return TurnError(400, error.details() or "refused", reason="FIELD_INVALID")
+        else:
+            why, store = self._channels.problem(error), False
+        return TurnError(
+            503,
+            f"The lease service gives no answer: {why}.",
+            reason="STORE_UNAVAILABLE" if store else "LEASE_SERVICE_UNREACHABLE",
+            retry_after_s=1,
+        )
+
     async def end_conversation(self, key: ConversationKey) -> int:
         """Ends a conversation; returns how many leases that ended.
 
@@ -84,7 +100,7 @@ class LeaseClient:
                 lambda stub: stub.EndConversation, request, timeout_s=_CALL_DEADLINE_S
             )
         except (Unanswered, grpc.aio.AioRpcError) as error:
-            raise _turn_error(error) from None
+            raise self._error(error) from None
         return int(answer.leases_ended)
 
     async def keep_alive(self, key: ConversationKey, absence_s: float | None) -> float:
@@ -100,7 +116,7 @@ class LeaseClient:
                 lambda stub: stub.KeepConversationAlive, request, timeout_s=_CALL_DEADLINE_S
             )
         except (Unanswered, grpc.aio.AioRpcError) as error:
-            raise _turn_error(error) from None
+            raise self._error(error) from None
         return float(answer.kept.ToMilliseconds() / 1000)
 
     async def turns(self, key: ConversationKey) -> list[common_pb2.TurnReport]:
@@ -114,18 +130,8 @@ class LeaseClient:
                 lambda stub: stub.ListTurns, request, timeout_s=_CALL_DEADLINE_S
             )
         except (Unanswered, grpc.aio.AioRpcError) as error:
-            raise _turn_error(error) from None
+            raise self._error(error) from None
         return list(answer.turns)
-
-
-def in_words(reason: str) -> str:
-    """Returns what the reason of a refusal means to whoever reads it."""
-    words = {
-        "NOT_LEADER": "none of its processes leads now",
-        "STORE_UNAVAILABLE": "its store does not answer",
-        "SHUTTING_DOWN": "it is shutting down",
-    }
-    return words.get(reason, reason)
 
 
 def verdict_of(number: int) -> Verdict | None:
@@ -155,19 +161,11 @@ def _duration(seconds: float) -> duration_pb2.Duration:
     return duration
 
 
-def _turn_error(error: Unanswered | grpc.aio.AioRpcError) -> TurnError:
-    if isinstance(error, Unanswered):
-        why = error.reason
-    elif error.code() is grpc.StatusCode.NOT_FOUND:
-        return TurnError(404, "No such conversation is held.", reason="CONVERSATION_NOT_FOUND")
-    elif error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return TurnError(400, error.details() or "refused", reason="FIELD_INVALID")
-    else:
-        why = error.code().name
-    store = why == "STORE_UNAVAILABLE"
+def no_conversation() -> TurnError:
+    """Returns what a client is told of a conversation that is not known."""
     return TurnError(
-        503,
-        f"The lease service does not answer: {in_words(why)}.",
-        reason=why if store else "LEASE_SERVICE_UNREACHABLE",
-        retry_after_s=1,
+        404,
+        "No conversation of this id is known for this model and this caller's tenant: it has had "
+        "no turn yet, or none for long. Its id is in x-kvturn-conversation of each answer.",
+        reason="CONVERSATION_NOT_FOUND",
     )

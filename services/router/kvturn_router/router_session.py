@@ -27,7 +27,6 @@ from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.fleet import AnnouncedEngine
-from kvturn_router.lease_client import in_words
 from kvturn_router.plan import Resolution
 from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
 from kvturn_router.verdict import Verdict
@@ -53,7 +52,13 @@ _STALL_NS: Final = 5_000_000
 """A timer that is later than this shows that the process stood still."""
 _RECONNECT_S_MIN: Final = 0.02
 _RECONNECT_S_MAX: Final = 0.5
+_PROBLEMS_MAX: Final = 8
+"""Reasons of one outage that are told."""
 
+_REFUSALS: Final = {
+    "FIELD_INVALID": "they name something that it does not take",
+    "TURNS_EXHAUSTED": "it has as many of this router in flight as it takes",
+}
 _ROLES: Final = {
     common_pb2.ENGINE_ROLE_PREFILL: "prefill",
     common_pb2.ENGINE_ROLE_DECODE: "decode",
@@ -103,7 +108,7 @@ class RouterSession:
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
         self._endpoint = ""
-        self._problem = ""
+        self._problems: set[str] = set()
         self._refused = ""
         self.sessions = 0
         """Counts sessions begun: what was known in one may be forgotten in the next."""
@@ -258,7 +263,7 @@ class RouterSession:
         except grpc.aio.AioRpcError as error:
             turned_away = self.channels.refused(endpoint, error, asked_ns)
             store_unavailable = turned_away is not None and turned_away.store_unavailable
-            problem = turned_away.reason if turned_away else error.code().name
+            problem = str(turned_away or self.channels.problem(error))
         except TimeoutError:
             self.channels.silent(endpoint, asked_ns)
             problem = "it is silent"
@@ -274,7 +279,7 @@ class RouterSession:
             self.turns.close()
             await channel.close(None)
         if problem:
-            self._tell(in_words(problem))
+            self._tell(problem)
         return began, store_unavailable
 
     async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:
@@ -349,7 +354,9 @@ class RouterSession:
             self._tell("")
         if self.turns.refused != self._refused:
             self._refused = self.turns.refused
-            logger.warning("the lease service refuses turns (%s)", self._refused)
+            logger.warning(
+                "the lease service refuses turns: %s", _REFUSALS.get(self._refused, self._refused)
+            )
         if first or response.engines:
             engines = [_announced(engine) for engine in response.engines]
             (self._listener.all_announced if first else self._listener.announced)(engines)
@@ -357,16 +364,17 @@ class RouterSession:
             self._listener.gone(list(response.engines_gone))
 
     def _tell(self, problem: str) -> None:
-        # One line per change, not per turn or attempt.
-        if not problem and self._problem:
+        # One line for each reason in an outage, not per turn or attempt.
+        if not problem and self._problems:
             logger.warning("the lease service at %s answers again", self._names)
-        elif problem and not self._problem:
+            self._problems.clear()
+        elif problem and problem not in self._problems and len(self._problems) < _PROBLEMS_MAX:
+            self._problems.add(problem)
             logger.warning(
-                "no answers from the lease service at %s (%s); turns recompute until there are",
+                "no session with the lease service at %s: %s; turns recompute until there is one",
                 self._names,
                 problem,
             )
-        self._problem = problem
 
 
 def _announced(engine: lease_pb2.Engine) -> AnnouncedEngine:
