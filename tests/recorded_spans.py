@@ -2,10 +2,16 @@
 
 from collections.abc import Sequence
 
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from kvturn_router.span_export import request_of
+from kvturn_router.span_export import request_bytes
 from kvturn_router.telemetry import Telemetry
+
+
+def export_of(spans: Sequence[bytes]) -> ExportTraceServiceRequest:
+    """Returns what a collector reads of exported spans."""
+    return ExportTraceServiceRequest.FromString(request_bytes(spans))
 
 
 def told(span: trace_pb2.Span) -> dict[str, str | int | float]:
@@ -32,7 +38,7 @@ class Recording:
 
     def spans(self, trace: str | None = None) -> list[trace_pb2.Span]:
         self.telemetry.flush()
-        (resource_spans,) = request_of(self._spans).resource_spans
+        (resource_spans,) = export_of(self._spans).resource_spans
         (attribute,) = [
             item for item in resource_spans.resource.attributes if item.key == "service.name"
         ]

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from recorded_spans import export_of
 from response_engine import RESPONSES, USAGE, offer_responses
 from router_harness import router, turn_body
 from stub_engine import CHAT, COMPLETIONS
 
-from kvturn_router.span_export import request_of
 from kvturn_router.telemetry import Telemetry
 
 BODIES = {
@@ -35,7 +35,7 @@ class Recorder:
 
     def turn(self) -> dict[str, int]:
         """Returns the whole numbers that the only turn's span has for attributes."""
-        spans = request_of(self._spans).resource_spans[0].scope_spans[0].spans
+        spans = export_of(self._spans).resource_spans[0].scope_spans[0].spans
         [turn] = [span for span in spans if span.name == "turn"]
         return {one.key: one.value.int_value for one in turn.attributes}
 

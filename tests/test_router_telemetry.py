@@ -13,11 +13,11 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-from recorded_spans import Recording, told
+from recorded_spans import Recording, export_of, told
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
-from kvturn_router.span_export import OtlpExporter, request_of
+from kvturn_router.span_export import OtlpExporter
 from kvturn_router.span_wire import CLIENT, SERVER, Span, span_bytes
 from kvturn_router.telemetry import Telemetry, trace_context
 
@@ -89,13 +89,15 @@ async def test_a_turn_is_one_trace_across_all_processes():
 def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number):
     """Byte by byte what the library's own encoder makes of the same span, once it is read."""
     attributes = {"a.text": text, "a.number": number, "a.ms": 1.25, "a" * 200: "v"}
+    trace_id, own_id, parent_id = map(bytes.fromhex, (TRACE, "00000000000000ff", parent))
     own = Span(
-        TRACE, "00000000000000ff", parent, bool(parent), "t", SERVER, 1 << 60, 5, attributes, fault
+        trace_id, own_id, parent_id, bool(parent), "t", SERVER, 1 << 60, 5, attributes, fault
     )
-    child = replace(own, kind=CLIENT, parent_id="00000000000000fe", parent_is_remote=False)
+    above_id = bytes.fromhex("00000000000000fe")
+    child = replace(own, kind=CLIENT, parent_id=above_id, parent_is_remote=False)
 
-    def context(span_id: str, *, remote: bool = False) -> SpanContext:
-        return SpanContext(int(TRACE, 16), int(span_id, 16), remote, TraceFlags(1))
+    def context(span_id: bytes, *, remote: bool = False) -> SpanContext:
+        return SpanContext(int(TRACE, 16), int.from_bytes(span_id), remote, TraceFlags(1))
 
     def readable(span: Span) -> ReadableSpan:
         above = context(span.parent_id, remote=span.parent_is_remote) if span.parent_id else None
@@ -112,7 +114,7 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
             instrumentation_scope=InstrumentationScope("kvturn.router"),
         )
 
-    assert request_of([span_bytes(own), span_bytes(child)]) == encode_spans(
+    assert export_of([span_bytes(own), span_bytes(child)]) == encode_spans(
         [readable(own), readable(child)]
     )
 

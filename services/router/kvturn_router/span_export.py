@@ -9,16 +9,19 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Final, Protocol
+from typing import Final, Protocol, cast
 
+import grpc
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
-from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
+
+from kvturn_router.span_wire import field
 
 logger = logging.getLogger("kvturn.router.telemetry")
 
@@ -127,29 +130,47 @@ class _ReadySpans(OTLPSpanExporter):
     def export_ready(self, spans: Sequence[bytes]) -> bool:
         return self._export(spans) is SpanExportResult.SUCCESS  # type: ignore[arg-type]
 
-    def _translate_data(  # type: ignore[override]
-        self, data: Sequence[bytes]
-    ) -> ExportTraceServiceRequest:
-        return request_of(data)
+    def _initialize_channel_and_stub(self) -> None:
+        super()._initialize_channel_and_stub()  # type: ignore[no-untyped-call]
+        channel = cast("grpc.Channel", self._channel)
+        self._client = _ReadyClient(channel)  # type: ignore[assignment]
+
+    def _translate_data(self, data: Sequence[bytes]) -> bytes:  # type: ignore[override]
+        return request_bytes(data)
 
 
-def request_of(spans: Sequence[bytes]) -> ExportTraceServiceRequest:
-    """Returns the request that exports spans, with the process's resource."""
-    request = ExportTraceServiceRequest()
-    request.CopyFrom(_envelope())
-    request.resource_spans[0].scope_spans[0].MergeFromString(b"".join(spans))
-    return request
+class _ReadyClient:
+    """The library's client, for a request that is in wire form already."""
+
+    def __init__(self, channel: grpc.Channel) -> None:
+        self.Export = channel.unary_unary(
+            "/opentelemetry.proto.collector.trace.v1.TraceService/Export",
+            request_serializer=bytes,
+            response_deserializer=ExportTraceServiceResponse.FromString,
+        )
+
+
+def request_bytes(spans: Sequence[bytes]) -> bytes:
+    """Returns the ExportTraceServiceRequest of spans, with the process's resource."""
+    resource, scope = _envelope()
+    return field(b"\x0a", resource + field(b"\x12", scope + b"".join(spans)))
 
 
 @functools.cache
-def _envelope() -> ExportTraceServiceRequest:
-    """Returns a request without spans: what says whose they are, as the library writes it."""
+def _envelope() -> tuple[bytes, bytes]:
+    """Returns what says whose spans they are, as the library writes it.
+
+    A ResourceSpans without its ScopeSpans, and that without its spans.
+    """
     span = ReadableSpan(
         "",
         context=SpanContext(1, 1, is_remote=False),
         resource=Resource.create({"service.name": "kvturn-router"}),
         instrumentation_scope=InstrumentationScope("kvturn.router"),
     )
-    envelope = encode_spans([span])
-    envelope.resource_spans[0].scope_spans[0].ClearField("spans")
-    return envelope
+    (resource,) = encode_spans([span]).resource_spans
+    (scope,) = resource.scope_spans
+    scope.ClearField("spans")
+    scope_bytes = scope.SerializeToString()
+    resource.ClearField("scope_spans")
+    return resource.SerializeToString(), scope_bytes

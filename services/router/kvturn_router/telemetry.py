@@ -9,8 +9,8 @@ the engines as it came; so it does if the client says that it is not sampled.
 """
 
 import re
-import time
-from random import getrandbits
+from random import randbytes
+from time import time_ns
 from typing import NamedTuple
 
 from kvturn_router.span_export import SpanExporter, SpanQueue
@@ -44,19 +44,20 @@ def trace_context(header: str | None) -> TraceContext | None:
 
 
 class TurnSpan:
-    """One span of a turn that nobody records.
+    """One span of a turn that nobody records."""
 
-    `traceparent` is what to send along with calls made under it; None if there
-    is no trace at all.
-    """
-
-    __slots__ = ("traceparent",)
+    __slots__ = ("_traceparent",)
 
     recorded = False
     """Whether anything reads what `end` is told."""
 
     def __init__(self, traceparent: str | None) -> None:
-        self.traceparent = traceparent
+        self._traceparent = traceparent
+
+    @property
+    def traceparent(self) -> str | None:
+        """What to send along with calls made under it; None if there is no trace at all."""
+        return self._traceparent
 
     def child(self, name: str) -> "TurnSpan":
         """Begins a span under this one."""
@@ -73,30 +74,37 @@ class _RecordedSpan(TurnSpan):
     recorded = True
 
     def __init__(
-        self, queue: SpanQueue, name: str, trace_id: str, parent_id: str, *, remote: bool
+        self, queue: SpanQueue, name: str, trace_id: bytes, parent_id: bytes, remote: bool
     ) -> None:
         self._queue = queue
         self._name = name
         self._trace_id = trace_id
         self._parent_id = parent_id
         self._remote = remote
-        self._id = f"{getrandbits(64):016x}"
-        self._began_ns = time.time_ns()
-        super().__init__(f"00-{trace_id}-{self._id}-01")
+        self._id = randbytes(8)
+        self._began_ns = time_ns()
+
+    @property
+    def traceparent(self) -> str | None:
+        # Most spans make no calls.
+        return f"00-{self._trace_id.hex()}-{self._id.hex()}-01"
 
     def child(self, name: str) -> TurnSpan:
-        return _RecordedSpan(self._queue, name, self._trace_id, self._id, remote=False)
+        return _RecordedSpan(self._queue, name, self._trace_id, self._id, False)
 
     def end(self, attributes: Attributes | None = None, *, fault: str | None = None) -> None:
+        remote = self._remote
+        parent_id = self._parent_id
+        # In the order of the fields: names would take as long again.
         span = Span(
             self._trace_id,
             self._id,
-            self._parent_id,
-            self._remote,
+            parent_id,
+            remote,
             self._name,
-            CLIENT if self._parent_id and not self._remote else SERVER,
+            CLIENT if parent_id and not remote else SERVER,
             self._began_ns,
-            time.time_ns(),
+            time_ns(),
             attributes or {},
             fault,
         )
@@ -114,8 +122,9 @@ class TurnTracer:
         if self._queue is None or (parent is not None and not parent.sampled):
             return TurnSpan(None if parent is None else parent.traceparent)
         if parent is None:
-            return _RecordedSpan(self._queue, "turn", f"{getrandbits(128):032x}", "", remote=False)
-        return _RecordedSpan(self._queue, "turn", parent.trace_id, parent.span_id, remote=True)
+            return _RecordedSpan(self._queue, "turn", randbytes(16), b"", False)
+        trace_id, span_id = bytes.fromhex(parent.trace_id), bytes.fromhex(parent.span_id)
+        return _RecordedSpan(self._queue, "turn", trace_id, span_id, True)
 
 
 class Telemetry:
