@@ -359,8 +359,10 @@ def test_an_engine_that_fails_turn_after_turn_is_out_for_longer_each_time():
     bad, good = rig.add("http://a:1"), rig.add("http://b:1")
     outs = []
     for _ in range(3):
-        while bad.usable:
-            rig.fleet.failed(bad, "500")
+        for _ in range(3):
+            if bad.usable:
+                rig.fleet.seen_well(bad)
+                rig.fleet.failed(bad, "500")
         outs.append((bad.health.due_ns - rig.now_ns) / S)
         rig.now_ns = bad.health.due_ns
         rig.fleet.seen_well(bad)

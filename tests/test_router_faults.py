@@ -327,7 +327,8 @@ async def test_an_answer_that_is_not_http_is_a_502():
 @pytest.mark.parametrize(("well", "usable"), [(False, [True, False]), (True, [True, True])])
 async def test_an_engine_that_fails_turn_after_turn_is_left_out(leg, well, usable):
     """Five in a row take it out though its health is good; not with turns between that go well."""
-    async with router(prefills=2, decodes=2) as rig:
+    # Asked after its health again only after a minute: it stays out while the turns are served.
+    async with router("--health-interval-s=60", prefills=2, decodes=2) as rig:
         bad = (rig.prefills if leg == "prefill" else rig.decodes)[0]
         served = 0
 
