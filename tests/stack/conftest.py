@@ -10,26 +10,45 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, VERSIONS, run_dir, vllm_python
+from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, VERSIONS, own_cache, run_dir, vllm_python
+from noise import measured_noise
 
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.stack import Stack, StackConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Generator, Iterator
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks every test of this folder."""
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Marks every test of this folder, and lets those on the shared stacks run last of all.
+
+    What fails elsewhere then shows first, and no other test runs beside three more engines.
+    """
+    here = Path(__file__).parent
     for item in items:
-        if Path(__file__).parent in item.path.parents:
+        if here in item.path.parents:
             item.add_marker(pytest.mark.stack)
+    yield
+    items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> int:
+    """Tests without engines, with engines of their own, then on each version's shared stack."""
+    if item.get_closest_marker("stack") is None:
+        return 0
+    if item.get_closest_marker("fault") or "stack" not in getattr(item, "fixturenames", ()):
+        return 1
+    assert isinstance(item, pytest.Function)
+    return 2 + VERSIONS.index(item.callspec.params["stack"])
 
 
 @pytest.fixture(scope="session", params=VERSIONS)
 def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
     """The shared stack of one vLLM version."""
     version = request.param
+    cache = own_cache(version)
     config = StackConfig(
         run_dir=run_dir(version),
         model=MODEL,
@@ -37,11 +56,19 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         max_model_len=LONGEST_PROMPT_TOKENS,
         router_args=READS,
         engines=(
-            EngineConfig("prefill", "prefill-0", prefix_caching=False),
-            EngineConfig("prefill", "prefill-1"),
+            EngineConfig("prefill", "prefill-0", env=cache, prefix_caching=False),
+            EngineConfig("prefill", "prefill-1", env=cache),
             # It must remember responses for `previous_response_id` to go on from them.
-            EngineConfig("decode", "decode-0", env={"VLLM_ENABLE_RESPONSES_API_STORE": "1"}),
+            EngineConfig(
+                "decode", "decode-0", env={"VLLM_ENABLE_RESPONSES_API_STORE": "1", **cache}
+            ),
         ),
     )
     with Stack(config) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def noise(stack: Stack) -> float:
+    """How far right answers of the shared stack's engines may lie apart."""
+    return measured_noise(stack)

@@ -1,8 +1,8 @@
 """KV is reused only for a prefix that is equal token for token (S2), shown by numbers.
 
 Prefill's top five of the first token with reuse must equal those of a cold run within bf16 noise.
-The noise is measured here, cold against cold; a planted run on wrong KV must stand far out of it.
-How many tokens were reused is asserted too, so that a recompute cannot pass for a reuse.
+The noise is measured (noise.py), cold against cold; a planted run on wrong KV must stand far out of
+it. How many tokens were reused is asserted too, so that a recompute cannot pass for a reuse.
 """
 
 from __future__ import annotations
@@ -25,37 +25,8 @@ if TYPE_CHECKING:
 
     from kvturn_cli.stack import Stack
 
-NOISE_PAIRS = 8
-NOISE_MARGIN = 1.25
-"""The largest of a few draws understates the largest of many."""
 WRONG_KV_FACTOR = 3
 CACHING = {"prefill without prefix caching": 0, "prefill with prefix caching": 1}
-
-
-@pytest.fixture(scope="session")
-def noise(stack: Stack) -> float:
-    """bf16 noise: how far cold runs of one prompt lie apart when only the batches differ.
-
-    The second run of a pair finds most of its history in its own prefix cache, where that very
-    engine computed the prompt in one batch and the reply token by token: the same steps as with
-    decode's KV, but no KV ever crossed to another engine.
-    """
-    distances = []
-    for index in range(NOISE_PAIRS):
-        chat = Conversation(stack, "")
-        question = {"role": "user", "content": document(f"noise {index}") + "\nSay more."}
-        reply = chat.generate_alone([question], prefill=1, max_tokens=150)
-        whole = [
-            question,
-            {"role": "assistant", "content": reply},
-            {"role": "user", "content": "What is the capital of France?"},
-        ]
-        cached = chat.prefill(whole, prefill=1)
-        assert cached.report["local_tokens"] > 0
-        assert cached.reused_tokens == 0
-        distances.append(distance(cached.logprobs, chat.cold(whole)))
-    print(f"bf16 noise, cold against cold: {[round(one, 3) for one in distances]}")
-    return NOISE_MARGIN * max(distances)
 
 
 @pytest.fixture(params=CACHING.values(), ids=CACHING.keys())

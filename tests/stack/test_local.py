@@ -1,15 +1,13 @@
 """A turn that the decode engine serves alone, from the KV it holds, on real engines.
 
 Right by numbers: decode's top of the first token, with what it holds, equals that of a cold run
-within bf16 noise, measured as in `test_exact_prefix.py`; and its own report shows that it computed
-the suffix only.
+within bf16 noise (noise.py); and its own report shows that it computed the suffix only.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import pytest
 from conversation import TOP_LOGPROBS, Conversation, distance, post
 from prose import document
 
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 QUESTION = {"role": "user", "content": "And what is the capital of Italy?"}
 BLOCK_TOKENS = 128
-NOISE_PAIRS = 6
-NOISE_MARGIN = 1.25
 
 
 def begun(stack: Stack, name: str, tenant: str = "") -> Conversation:
@@ -69,19 +65,6 @@ def cached(answer: dict[str, Any]) -> int:
 def top(answer: dict[str, Any]) -> dict[str, float]:
     first = answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"]
     return {one["token"]: one["logprob"] for one in first}
-
-
-@pytest.fixture(scope="module")
-def noise(stack: Stack) -> float:
-    """How far a prefill engine's cached and cold runs of one prompt lie apart, without any read."""
-    distances = []
-    for index in range(NOISE_PAIRS):
-        chat = Conversation(stack, "")
-        asked = {"role": "user", "content": document(f"local noise {index}") + "\nSay more."}
-        reply = chat.generate_alone([asked], prefill=1, max_tokens=150)
-        whole = [asked, {"role": "assistant", "content": reply}, QUESTION]
-        distances.append(distance(chat.prefill(whole, prefill=1).logprobs, chat.cold(whole)))
-    return NOISE_MARGIN * max(distances)
 
 
 def test_decode_goes_on_from_what_it_holds(stack: Stack, noise: float) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, run_dir, vllm_python
+from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, own_cache, run_dir, vllm_python
 from prose import document
 from test_life_of_a_turn import chat
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 VERSION = "0.32.0"
+CACHE = own_cache(VERSION)
 
 
 @pytest.fixture(scope="module")
@@ -37,8 +38,8 @@ def stock(request: pytest.FixtureRequest) -> Iterator[Stack]:
         connector=Connector(load_failure_policy="fail"),
         router_args=("--stock-reuse", *READS),
         engines=(
-            EngineConfig("prefill", "prefill-0", prefix_caching=False),
-            EngineConfig("decode", "decode-0", env={"PYTHONPATH": str(change)}),
+            EngineConfig("prefill", "prefill-0", env=CACHE, prefix_caching=False),
+            EngineConfig("decode", "decode-0", env={"PYTHONPATH": str(change), **CACHE}),
         ),
     )
     with Stack(config) as running:
@@ -56,8 +57,10 @@ def test_with_bidirectional_transfer_off_plain_pd_goes_on() -> None:
         lease=False,
         traces=False,
         engines=(
-            EngineConfig("prefill", "prefill-0", prefix_caching=False, connector_config=off),
-            EngineConfig("decode", "decode-0", connector_config=off),
+            EngineConfig(
+                *("prefill", "prefill-0"), env=CACHE, prefix_caching=False, connector_config=off
+            ),
+            EngineConfig("decode", "decode-0", env=CACHE, connector_config=off),
         ),
     )
     messages = [{"role": "user", "content": document("off") + "\nWhat is the capital of France?"}]

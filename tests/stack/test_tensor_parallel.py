@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from conversation import GRANT_TIMEOUT_S, Conversation, distance
-from engines import MODEL, VERSIONS, run_dir, vllm_python
+from engines import MODEL, VERSIONS, own_cache, run_dir, vllm_python
 from prose import document
 from test_life_of_a_turn import wait_until
 
@@ -48,7 +48,7 @@ def model(request: pytest.FixtureRequest) -> Path:
 @pytest.fixture(scope="module", params=VERSIONS)
 def stack(request: pytest.FixtureRequest, model: Path) -> Iterator[Stack]:
     """One prefill and one decode engine of two ranks each, and time for everything."""
-    env = {"PYTHONPATH": str(request.path.parent / "patient_ranks")}
+    env = {"PYTHONPATH": str(request.path.parent / "patient_ranks"), **own_cache(request.param)}
     config = StackConfig(
         run_dir=run_dir(f"{request.param}-two-ranks"),
         model=model,
