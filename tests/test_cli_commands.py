@@ -35,7 +35,12 @@ def kvturn(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
         (["up", "--router-port", "65536"], "'65536' is not a port"),
         (["up", "--kv-cache-gib", "0"], "--kv-cache-gib: '0' is not a whole number of at least 1"),
         (["up", "--start-timeout", "-1"], "--start-timeout: '-1' is not a number of seconds"),
-        (["up", "--router"], "unrecognized arguments: --router"),
+        (["up", "--router"], "unrecognized arguments: --router; did you mean --router-arg?"),
+        (["up", "--grcp-port=1"], "--grcp-port=1; did you mean --grpc-port?"),
+        (["router", "--grcp-port=1"], "--grcp-port=1; did you mean --grpc-port?"),
+        (["lease", "--session-tll", "3"], "--session-tll 3; did you mean --session-ttl?"),
+        (["lease", "--session-ttl=3"], "--session-ttl (KVTURN_LEASE_SESSION_TTL) must be at"),
+        (["route"], "no command 'route'; one of up, down, chat, demo, router, lease, otlp; did"),
         (["down", "extra"], "unrecognized arguments: extra"),
         (["chat", "--max-tokens", "0"], "--max-tokens"),
         (["demo", "--model", "/nowhere"], "--model /nowhere: no model there"),
@@ -55,6 +60,26 @@ def test_a_variable_stands_in_for_a_flag_and_is_refused_by_its_name() -> None:
     done = kvturn("up", KVTURN_UP_ROUTER_PORT="many")
     assert done.returncode == 2
     assert "KVTURN_UP_ROUTER_PORT=many: 'many' is not a port" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["up", "chat", "down"])
+def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(command: str) -> None:
+    """Of each command its own; those of the others do not matter."""
+    misspelt = f"KVTURN_{command.upper()}_RUNDIR"
+    done = kvturn(command, **{misspelt: "x", "KVTURN_OTLP_FILES": "x"})
+    assert done.returncode == 2
+    assert f"{misspelt} is not a setting; did you mean {misspelt[:-3]}_DIR (--run-dir)?" in (
+        done.stderr
+    )
+    assert done.stderr.count("\n") == 1
+
+
+def test_a_variable_that_is_nobody_s_is_warned_of(tmp_path: Path) -> None:
+    """It looks as if it were a setting; what it was meant for does not hold."""
+    done = kvturn("down", f"--run-dir={tmp_path}", KVTURN_ROUTR_PORT="1", KVTURN_ETCD="etcd")
+    assert done.returncode == 0
+    assert done.stderr.startswith("kvturn down: warning: KVTURN_ROUTR_PORT: no setting of kvturn;")
+    assert done.stderr.count("\n") == 1
 
 
 def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1111,7 +1111,7 @@ def test_settings_come_from_flags_then_variables_then_defaults() -> None:
     assert parse_config([], {}) == LeaseConfig()
     with pytest.raises(ConfigError, match="session-ttl"):
         parse_config([], {"KVTURN_LEASE_SESSION_TTL": "x"})
-    with pytest.raises(ConfigError, match=r"_IDEL is not .* did you mean KVTURN_LEASE_IDLE\?"):
+    with pytest.raises(ConfigError, match=r"_IDEL is not .* mean KVTURN_LEASE_IDLE \(--idle\)\?"):
         parse_config([], {"KVTURN_LEASE_IDEL": "30"})
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
     assert parse_config([], endpoint).otlp_endpoint == "http://127.0.0.1:4317"

@@ -46,10 +46,11 @@ def test_variables_stand_in_for_flags_and_flags_win():
 
 
 def test_a_lease_service_of_several_processes_is_a_list():
-    """With commas between, as flag and as variable."""
+    """With commas between, as flag and as variable; or the flag again for each."""
     config = parse_config([*ENGINES, "--lease=a:1, [::1]:2"], {})
     assert config.lease == ("a:1", "[::1]:2")
     assert parse_config(ENGINES, {"KVTURN_ROUTER_LEASE": "a:1,b:2"}).lease == ("a:1", "b:2")
+    assert parse_config([*ENGINES, "--lease=a:1", "--lease=b:2"], {}).lease == ("a:1", "b:2")
 
 
 @pytest.mark.parametrize(

@@ -565,12 +565,12 @@ def test_wrong_settings_are_refused_by_name_in_one_line(
     empty = tmp_path / "empty"
     empty.write_text("# none\n")
     cases = [
-        (tokens[:1], "engine-tokens-file and router-tokens-file go together"),
-        ([f"--router-tokens-file={empty}"], "router-tokens-file .*: holds no key"),
-        ([f"--engine-tokens-file={tmp_path / 'none'}"], "engine-tokens-file .*: cannot be read"),
-        ([f"--tls-cert={pair.cert}"], "tls-cert needs tls-key"),
-        ([f"--tls-cert={pair.cert}", f"--tls-key={other.key}"], "tls-key .*: is not the key"),
-        ([f"--tls-client-ca={ours.ca}"], "tls-client-ca needs tls-cert"),
+        (tokens[:1], "--engine-tokens-file and --router-tokens-file go together"),
+        ([f"--router-tokens-file={empty}"], "--router-tokens-file .*: holds no key"),
+        ([f"--engine-tokens-file={tmp_path / 'none'}"], "--engine-tokens-file .*: cannot be read"),
+        ([f"--tls-cert={pair.cert}"], "--tls-cert needs --tls-key"),
+        ([f"--tls-cert={pair.cert}", f"--tls-key={other.key}"], "--tls-key .*: is not the key"),
+        ([f"--tls-client-ca={ours.ca}"], "--tls-client-ca needs --tls-cert"),
     ]
     for flags, said in cases:
         with pytest.raises(ConfigError, match=said) as refused:

@@ -4,6 +4,8 @@ import importlib
 import sys
 from importlib.metadata import version
 
+from kvturn.spelling import meant
+
 COMMANDS = {
     "up": ("kvturn_cli.up", "main", "run the whole system on this machine"),
     "down": ("kvturn_cli.up", "down", "stop what kvturn up started"),
@@ -25,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvturn {version('kvturn')}")
         return 0
     if args[0] not in COMMANDS:
-        print(f"kvturn: no command {args[0]!r}; one of {', '.join(COMMANDS)}", file=sys.stderr)
+        known = f"one of {', '.join(COMMANDS)}{meant(args[0], COMMANDS)}"
+        print(f"kvturn: no command {args[0]!r}; {known}", file=sys.stderr)
         return 2
     module, function, _ = COMMANDS[args[0]]
     try:

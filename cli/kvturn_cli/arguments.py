@@ -8,6 +8,8 @@ import os
 import sys
 from typing import Any, NoReturn
 
+from kvturn.spelling import stray_variables, unknown_variable, with_flag_meant
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose defaults come from the environment and whose errors fit a line."""
@@ -20,6 +22,7 @@ class Parser(argparse.ArgumentParser):
             formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         )
         self._prefix = prog.replace(" ", "_").upper()
+        self._variables: dict[str, str] = {}
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
         """Adds a flag; its default is the KVTURN_* variable's value where that is set."""
@@ -28,6 +31,7 @@ class Parser(argparse.ArgumentParser):
         if not isinstance(flag, str) or not flag.startswith("--"):
             return action
         variable = f"{self._prefix}_{flag[2:].replace('-', '_').upper()}"
+        self._variables[variable] = flag
         text = os.environ.get(variable, "")
         if text:
             action.default = self._from_environment(action, variable, text)
@@ -46,8 +50,25 @@ class Parser(argparse.ArgumentParser):
             self.error(f"{variable}={text}: {error.message}")
         return [value] if isinstance(action, argparse._AppendAction) else value
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reads the flags, once no variable of this command is misspelt."""
+        parsed = super().parse_known_args(args, namespace)
+        problem = unknown_variable(f"{self._prefix}_", self._variables, os.environ)
+        if problem:
+            self.error(problem)
+        return parsed
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Reads the flags, and warns of variables that were probably meant for us."""
+        parsed = super().parse_args(args, namespace)
+        stray = stray_variables(os.environ)
+        if stray:
+            print(f"{self.prog}: warning: {stray}", file=sys.stderr)
+        return parsed
+
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with code 2."""
+        message = with_flag_meant(message, self._option_string_actions)
         print(f"{self.prog}: {message.removeprefix('argument ')} (see --help)", file=sys.stderr)
         sys.exit(2)
 

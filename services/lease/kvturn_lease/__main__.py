@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import uvloop
 
 from kvturn.keys import watched_keys
+from kvturn.spelling import stray_variables
 from kvturn.watched import warn_of_open_secrets
 from kvturn_lease.callers import Callers
 from kvturn_lease.config import ConfigError, LeaseConfig, address_of, is_loopback, parse_config
@@ -61,6 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
+    if stray := stray_variables(os.environ):
+        logging.getLogger("kvturn.lease").warning("%s", stray)
     # Leases are many, long-lived and free of reference cycles; walking all of them whenever
     # their number has grown by a quarter would hold up questions for tens of milliseconds.
     gc.set_threshold(10_000, 20, 1_000)
@@ -128,7 +131,8 @@ def callers_of(config: LeaseConfig) -> Callers | None:
     if config.tls is None and not is_loopback(config.host):
         logger.warning("tokens come to %s unencrypted: set --tls-cert and --tls-key", address)
     tokens = {
-        role: watched_keys(f"{role}-tokens-file", file) for role, file in config.token_files.items()
+        role: watched_keys(f"--{role}-tokens-file", file)
+        for role, file in config.token_files.items()
     }
     certificates = config.tls is not None and config.tls.ca is not None
     return Callers(tokens, certificates=certificates)

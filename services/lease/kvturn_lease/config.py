@@ -8,7 +8,6 @@ adds what the process needs around it. Every flag has a variable of the same nam
 from __future__ import annotations
 
 import argparse
-import difflib
 import ipaddress
 import math
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kvturn.keys import parse_keys
+from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_lease.callers import Role
@@ -169,38 +169,40 @@ class LessorConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError unless the order that the lease rules need holds."""
-        _check(self.heartbeat_ns > 0, "heartbeat must be above 0")
+        _check(self.heartbeat_ns > 0, f"{_both('heartbeat')} must be above 0")
         _check(
             self.session_ttl_ns >= 4 * self.heartbeat_ns,
-            "session-ttl must be at least 4 times heartbeat; raise --session-ttl "
+            f"{_both('session-ttl')} must be at least 4 times --heartbeat; raise --session-ttl "
             "or lower --heartbeat",
         )
         _check(
             self.question_deadline_ns + self.read_margin_ns < self.longest_read_ns,
-            f"longest-read must exceed question-deadline by more than "
+            f"{_both('longest-read')} must exceed --question-deadline by more than "
             f"{self.read_margin_ns / _SECOND_NS:g} s; raise --longest-read "
             "or lower --question-deadline",
         )
         _check(
             self.session_ttl_ns <= SESSION_TTL_MAX_NS,
-            f"session-ttl must be at most {SESSION_TTL_MAX_NS // _SECOND_NS} seconds",
+            f"{_both('session-ttl')} must be at most {SESSION_TTL_MAX_NS // _SECOND_NS} seconds",
         )
         _check(
             self.longest_read_ns <= LONGEST_READ_MAX_NS,
-            f"longest-read must be at most {LONGEST_READ_MAX_NS // _SECOND_NS} seconds",
+            f"{_both('longest-read')} must be at most {LONGEST_READ_MAX_NS // _SECOND_NS} seconds",
         )
-        _check(self.idle_ns > 0, "idle must be above 0")
+        _check(self.idle_ns > 0, f"{_both('idle')} must be above 0")
         _check(
             0 < self.fixed_ttl_ns <= self.max_hold_ns or self.policy != Policy.FIXED_TTL,
-            "fixed-ttl must be at most max-hold; lower --fixed-ttl or raise --max-hold",
+            f"{_both('fixed-ttl')} must be at most --max-hold; "
+            "lower --fixed-ttl or raise --max-hold",
         )
         _check(
             self.max_hold_ns >= self.idle_ns,
-            "max-hold must be at least idle; raise --max-hold or lower --idle",
+            f"{_both('max-hold')} must be at least --idle; raise --max-hold or lower --idle",
         )
         _check(
             self.leases_per_engine_max <= self.leases_max,
-            "leases-per-engine must be at most leases; raise --leases or lower --leases-per-engine",
+            f"{_both('leases-per-engine')} must be at most --leases; "
+            "raise --leases or lower --leases-per-engine",
         )
 
 
@@ -245,32 +247,33 @@ class LeaseConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other."""
-        _check(self.host != "", "host must not be empty")
+        _check(self.host != "", f"{_both('host')} must not be empty")
         _check(
             self.queued_messages_max > self.lessor.leases_per_engine_max,
-            "queued-messages must exceed leases-per-engine, all of which may be released at once; "
-            "raise --queued-messages or lower --leases-per-engine",
+            f"{_both('queued-messages')} must exceed --leases-per-engine, all of which may be "
+            "released at once; raise --queued-messages or lower --leases-per-engine",
         )
         _check(
             self.otlp_endpoint == "" or self.otlp_endpoint.startswith(("http://", "https://")),
-            "otlp-endpoint must start with http:// or https://",
+            f"{_both('otlp-endpoint')} must start with http:// or https://",
         )
         _check(
             self.leadership_ns % _SECOND_NS == 0
             and _LEADERSHIP_MIN_NS <= self.leadership_ns <= _LEADERSHIP_MAX_NS,
-            f"leadership must be {_LEADERSHIP_MIN_NS // _SECOND_NS} to "
+            f"{_both('leadership')} must be {_LEADERSHIP_MIN_NS // _SECOND_NS} to "
             f"{_LEADERSHIP_MAX_NS // _SECOND_NS} whole seconds",
         )
         _check(
             not self.token_files
             or (self.tls is not None and self.tls.ca is not None)
             or {Role.ENGINE, Role.ROUTER} <= self.token_files.keys(),
-            "engine-tokens-file and router-tokens-file go together: without one nobody is an "
+            "--engine-tokens-file and --router-tokens-file go together: without one nobody is an "
             "engine, without the other nobody is a router",
         )
         _check(
             self.etcd is None or self.advertise != "" or not _is_unspecified(self.host),
-            f"advertise must be given, HOST:PORT, because clients cannot reach --host {self.host}",
+            f"{_both('advertise')} must be given, HOST:PORT, because clients cannot reach "
+            f"--host {self.host}",
         )
 
     @property
@@ -318,7 +321,7 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
     log_level = str(values["log-level"]).upper()
-    _check(log_level in _LOG_LEVELS, "log-level must be DEBUG, INFO, WARNING or ERROR")
+    _check(log_level in _LOG_LEVELS, f"{_both('log-level')} must be DEBUG, INFO, WARNING or ERROR")
     return LeaseConfig(
         host=str(values["host"]),
         port=int(values["port"]),
@@ -363,7 +366,7 @@ def _add_lessor_settings(parser: _Parser) -> None:
 
 def _lessor_config(values: Mapping[str, int | str]) -> LessorConfig:
     policy = str(values["policy"])
-    _check(policy in list(Policy), "policy must be idle, pressure or fixed-ttl")
+    _check(policy in list(Policy), f"{_both('policy')} must be idle, pressure or fixed-ttl")
     engines_max = int(values["engines"])
     return LessorConfig(
         session_ttl_ns=int(values["session-ttl"]),
@@ -394,9 +397,9 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     store = str(values["store"])
     if store == _MEMORY:
         for name in ("etcd-ca", "etcd-cert", "etcd-key", "etcd-user", "etcd-password-file"):
-            _check(values[name] == "", f"{name} needs --store etcd://HOST:PORT")
+            _check(values[name] == "", f"--{name} needs --store etcd://HOST:PORT")
         return None
-    shape = "store must be memory or etcd://HOST:PORT,HOST:PORT"
+    shape = f"{_both('store')} must be memory or etcd://HOST:PORT,HOST:PORT"
     _check(store.startswith(_ETCD_SCHEME), shape)
     endpoints = tuple(store.removeprefix(_ETCD_SCHEME).split(","))
     _check("@" not in store, f"{shape}; the user comes by --etcd-user")
@@ -404,22 +407,23 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     files = {name: str(values[f"etcd-{name}"]) for name in ("ca", "cert", "key")}
     _check_certificates(files)
     user = str(values["etcd-user"])
-    _check(":" not in user, f"etcd-user must be a name alone; the password {_PASSWORD_PLACE}")
+    _check(":" not in user, f"--etcd-user must be a name alone; the password {_PASSWORD_PLACE}")
     password = environ.get(_PASSWORD_VARIABLE, "")
     if values["etcd-password-file"]:
         secret = _read("etcd-password-file", str(values["etcd-password-file"]))
         password = secret.decode(errors="replace").rstrip("\r\n")
-    _check(user == "" or password != "", f"etcd-user needs a password, which {_PASSWORD_PLACE}")
+    _check(user == "" or password != "", f"--etcd-user needs a password, which {_PASSWORD_PLACE}")
     prefix = str(values["etcd-prefix"])
-    _check(prefix != "", "etcd-prefix must not be empty, e.g. kvturn/")
+    _check(prefix != "", f"{_both('etcd-prefix')} must not be empty, e.g. kvturn/")
     paths = {f"{name}_file": Path(file) if file else None for name, file in files.items()}
     return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
 
 
 def _tls(values: Mapping[str, int | str]) -> TlsFiles | None:
     """Returns the listener's files, None for no TLS. Raises ConfigError."""
-    settings = ("tls-cert", "tls-key", "tls-client-ca")
-    cert, key, ca = (Path(file) if (file := str(values[name])) else None for name in settings)
+    names = ("tls-cert", "tls-key", "tls-client-ca")
+    cert, key, ca = (Path(file) if (file := str(values[name])) else None for name in names)
+    settings = ("--tls-cert", "--tls-key", "--tls-client-ca")
     files = TlsFiles(cert, key, ca, settings)
     try:
         return ServerTls(files).files if files.paths else None
@@ -435,7 +439,7 @@ def _token_files(values: Mapping[str, int | str]) -> dict[Role, Path]:
         if file := str(values[setting]):
             files[role] = Path(file)
             try:
-                parse_keys(setting, files[role])
+                parse_keys(f"--{setting}", files[role])
             except FileFault as fault:
                 raise ConfigError(str(fault)) from None
     return files
@@ -446,24 +450,24 @@ def _check_certificates(files: Mapping[str, str]) -> None:
     for name, file in files.items():
         if file:
             text = _read(f"etcd-{name}", file)
-            _check(b"-----BEGIN " in text, f"etcd-{name} {file}: is no PEM file")
-    _check((files["cert"] == "") == (files["key"] == ""), "etcd-cert and etcd-key go together")
+            _check(b"-----BEGIN " in text, f"--etcd-{name} {file}: is no PEM file")
+    _check((files["cert"] == "") == (files["key"] == ""), "--etcd-cert and --etcd-key go together")
     _check(
         files["cert"] == "" or files["ca"] != "",
-        "etcd-cert needs --etcd-ca, the certificates to check etcd's against",
+        "--etcd-cert needs --etcd-ca, the certificates to check etcd's against",
     )
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         if files["ca"]:
             tls.load_verify_locations(files["ca"])
     except ssl.SSLError:
-        raise ConfigError(f"etcd-ca {files['ca']}: holds no certificate") from None
+        raise ConfigError(f"--etcd-ca {files['ca']}: holds no certificate") from None
     try:
         if files["cert"]:
             tls.load_cert_chain(files["cert"], files["key"], password=_no_passphrase)
     except (ssl.SSLError, ValueError):
         raise ConfigError(
-            f"etcd-cert {files['cert']}: and etcd-key {files['key']}: are not a certificate "
+            f"--etcd-cert {files['cert']} and --etcd-key {files['key']} are not a certificate "
             "and its key, without a passphrase"
         ) from None
 
@@ -479,14 +483,14 @@ def _secret(file: str) -> bytes:
     secret = _read("secret-file", file).strip()
     _check(
         len(secret) >= _SECRET_BYTES_MIN,
-        f"secret-file {file}: must hold at least {_SECRET_BYTES_MIN} bytes, "
+        f"--secret-file {file}: must hold at least {_SECRET_BYTES_MIN} bytes, "
         "e.g. of openssl rand -hex 32",
     )
     return secret
 
 
 def _advertised(address: str) -> str:
-    _check(address == "" or _is_address(address), "advertise must be HOST:PORT")
+    _check(address == "" or _is_address(address), f"{_both('advertise')} must be HOST:PORT")
     return address
 
 
@@ -519,7 +523,7 @@ def _read(name: str, file: str) -> bytes:
     try:
         return Path(file).read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name} {file}: cannot be read: {error.strerror}") from None
+        raise ConfigError(f"--{name} {file}: cannot be read: {error.strerror}") from None
 
 
 def _check(holds: bool, problem: str) -> None:
@@ -529,7 +533,8 @@ def _check(holds: bool, problem: str) -> None:
 
 class _ArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; see --help")
+        said = with_flag_meant(message, self._option_string_actions)
+        raise ConfigError(f"{said.removeprefix('argument ')} (see --help)")
 
 
 class _Parser:
@@ -587,12 +592,10 @@ class _Parser:
         return {name: parsed[name.replace("-", "_")] for name in self._names}
 
     def _refuse_unknown_variables(self) -> None:
-        """A misspelt variable would be a setting that silently does not hold."""
-        known = {_PASSWORD_VARIABLE, *map(_variable, self._names)}
-        for variable in sorted(self._environ):
-            if variable.startswith(_VARIABLE) and variable not in known:
-                close = difflib.get_close_matches(variable, sorted(known), n=1, cutoff=0.0)[0]
-                raise ConfigError(f"{variable} is not a setting; did you mean {close}?")
+        flags = {_variable(name): f"--{name}" for name in self._names}
+        flags[_PASSWORD_VARIABLE] = "or --etcd-password-file"
+        problem = unknown_variable(_VARIABLE, flags, self._environ)
+        _check(problem == "", problem)
 
     def _add(self, name: str, default: object, parse: object, meaning: str) -> None:
         self._names.append(name)

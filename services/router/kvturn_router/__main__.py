@@ -18,6 +18,7 @@ from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
 from kvturn.recognition import Recognition, minted_id
+from kvturn.spelling import stray_variables
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.admission import Admission
@@ -82,7 +83,8 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
     logging.basicConfig(
         level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    warn_of_open_secrets(config.secrets_files)
+    if not shares_ports:
+        _warn(config)
     try:
         if config.workers > 1:
             return asyncio.run(_supervise(config, argv))
@@ -93,6 +95,12 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
 
 
 def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
+def _warn(config: RouterConfig) -> None:
+    warn_of_open_secrets(config.secrets_files)
+    if stray := stray_variables(os.environ):
+        logging.getLogger("kvturn.router").warning("%s", stray)
+
+
     exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
     telemetry = Telemetry(exporter)
     try:

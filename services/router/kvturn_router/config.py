@@ -6,7 +6,6 @@ list in their variable. A wrong value is refused by name, in one line.
 """
 
 import argparse
-import difflib
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
+from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_router.conversation import SESSION_HEADERS
@@ -62,6 +62,8 @@ class RouterConfig:
     """How late a KV read may be before the lease service is asked after it."""
     body_bytes_max: int
     """Longest request body."""
+    bodies_bytes_max: int
+    """Request bodies at once, of one process; more are refused with 503."""
     head_bytes_max: int
     """Longest request head."""
     turns_max: int
@@ -243,12 +245,12 @@ _FLAGS: Final = (
     _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
     _Flag("grpc-port", _PORT, 8001, "N", "gRPC port, 0 for any free one"),
     _Flag("workers", _whole(1, 256), 1, "N", "processes that share the ports"),
-    _Flag("lease", _endpoints, (), "HOST:PORT,...", "lease service; without it nothing is reused"),
     _Flag("stock-ttl-s", _seconds(1), 400.0, "S", "use of a stock handle, below decode's own TTL"),
     _Flag("stock-handles-max", _whole(1, _COUNT_MAX), 10_000, "N", "stock handles in memory"),
     _Flag("question-deadline-ms", _whole(1, 10_000), 50, "MS", "wait for the lease service"),
     _Flag("read-margin-ms", _whole(0, 60_000), 500, "MS", "lateness of a read before it is judged"),
     _Flag("max-body-mb", _whole(1, 1024), 64, "MB", "longest request body"),
+    _Flag("max-bodies-mb", _whole(1, 1 << 20), 1024, "MB", "request bodies at once; then 503"),
     _Flag("max-header-kb", _whole(1, 1024), 64, "KB", "longest request head"),
     _Flag("max-inflight", _whole(1, 1_000_000), 4096, "N", "turns at once; more get 429"),
     _Flag("max-inflight-per-engine", _whole(0, 1_000_000), 0, "N", "0 for any number"),
@@ -297,6 +299,13 @@ _FLAGS: Final = (
     _Flag("log-level", _one_of(*_LOG_LEVELS), "info", "LEVEL", "least level that is logged"),
 )
 _REPEATED: Final = (
+    _Flag(
+        "lease",
+        _endpoints,
+        (),
+        "HOST:PORT,...",
+        "lease service; repeatable for its other processes; without it nothing is reused",
+    ),
     _Flag("prefill", _engines, (), "URL", "prefill engine, http(s)://HOST:PORT; repeatable"),
     _Flag("decode", _engines, (), "URL", "decode engine, http(s)://HOST:PORT; repeatable"),
 )
@@ -313,7 +322,7 @@ def _variable(flag: _Flag) -> str:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(message)
+        raise ConfigError(with_flag_meant(message, self._option_string_actions))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -363,6 +372,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         question_deadline_ms=values["question_deadline_ms"],
         read_margin_ms=values["read_margin_ms"],
         body_bytes_max=values["max_body_mb"] << 20,
+        bodies_bytes_max=values["max_bodies_mb"] << 20,
         head_bytes_max=values["max_header_kb"] << 10,
         turns_max=values["max_inflight"],
         engine_turns_max=values["max_inflight_per_engine"] or None,
@@ -410,14 +420,10 @@ def _value(flag: _Flag, given: str | list[str] | None, variable: str | None) -> 
 
 
 def _refuse_unknown_variables(environment: Mapping[str, str]) -> None:
-    """A misspelt variable would be a setting that silently does not hold."""
-    flags = {_variable(flag): flag for flag in _ALL}
-    for name in sorted(environment):
-        if name.startswith(_VARIABLE) and name not in flags:
-            close = difflib.get_close_matches(name, flags, n=1, cutoff=0.0)[0]
-            raise ConfigError(
-                f"{name} is not a setting; did you mean {close} (--{flags[close].name})?"
-            )
+    flags = {_variable(flag): f"--{flag.name}" for flag in _ALL}
+    problem = unknown_variable(_VARIABLE, flags, environment)
+    if problem:
+        raise ConfigError(problem)
 
 
 def _tls_files(values: Mapping[str, Any], side: str, ca: str) -> TlsFiles:
@@ -452,6 +458,8 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    if values["max_bodies_mb"] < values["max_body_mb"]:
+        raise ConfigError("--max-bodies-mb must be at least --max-body-mb: one body must fit")
     for name in ("local-suffix-max-tokens", "pull-min-tokens"):
         if values["plan"] != _AUTO and values[name.replace("-", "_")] is not None:
             raise ConfigError(f"--plan {values['plan']} fixes the way: leave out --{name}")
