@@ -94,7 +94,6 @@ def run(argv: Sequence[str], *, shares_ports: bool) -> int:
         return EXIT_FAILED
 
 
-def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
 def _warn(config: RouterConfig) -> None:
     warn_of_open_secrets(config.secrets_files)
     if stray := stray_variables(os.environ):
@@ -102,6 +101,7 @@ def _warn(config: RouterConfig) -> None:
 
 
     exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
+def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
     telemetry = Telemetry(exporter)
     try:
         uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))
