@@ -100,8 +100,8 @@ def _warn(config: RouterConfig) -> None:
         logging.getLogger("kvturn.router").warning("%s", stray)
 
 
-    exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
 def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
+    exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
     telemetry = Telemetry(exporter)
     try:
         uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))
