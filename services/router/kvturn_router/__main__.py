@@ -22,6 +22,7 @@ from kvturn.spelling import stray_variables
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.admission import Admission
+from kvturn_router.body_budget import BodyBudget
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.costs import Costs
@@ -29,7 +30,7 @@ from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
 from kvturn_router.engines_front import EnginesFront
 from kvturn_router.fleet import FLAGS, Fleet
 from kvturn_router.forward import Forwarder, LeaseReuse, TurnLimits
-from kvturn_router.gate import Gate
+from kvturn_router.gate import QUESTIONS_MAX, Gate
 from kvturn_router.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.health import Health
 from kvturn_router.health_watch import HealthWatch
@@ -205,6 +206,7 @@ def compose(
         config.session_headers,
     )
     gate = Gate(config.turns_max)
+    bodies = BodyBudget(config.bodies_bytes_max)
     front = HttpFront(
         intake=intake,
         forwarder=forwarder,
@@ -218,6 +220,7 @@ def compose(
         listener=Listener(
             front.serve,
             WireLimits(config.body_bytes_max, config.head_bytes_max),
+            bodies,
             None if intake.keys is None else front.admit,
         ),
         fleet=fleet,
@@ -231,7 +234,7 @@ def compose(
         forwarder=forwarder,
         gate=gate,
         lease=lease,
-        grpc=_grpc(config, intake, forwarder, gate, fleet, shares_ports),
+        grpc=_grpc(config, intake, forwarder, gate, bodies, fleet, shares_ports),
         shares_ports=shares_ports,
         tls=None if config.tls is None else ServerTls(config.tls),
     )
@@ -270,6 +273,7 @@ def _grpc(
     intake: Intake,
     forwarder: Forwarder,
     gate: Gate,
+    bodies: BodyBudget,
     fleet: Fleet,
     shares_port: bool,
 ) -> GrpcFront | None:
@@ -284,6 +288,8 @@ def _grpc(
     return GrpcFront(
         servicer,
         fleet,
+        bodies,
+        calls_max=config.turns_max + QUESTIONS_MAX,
         body_bytes_max=config.body_bytes_max,
         head_bytes_max=config.head_bytes_max,
         shares_port=shares_port,

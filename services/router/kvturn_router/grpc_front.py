@@ -17,6 +17,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
+from kvturn_router.body_budget import BodyBudget
 from kvturn_router.conversation import (
     ConversationKey,
     checked_absence_s,
@@ -32,6 +33,9 @@ from kvturn_router.intake import CHAT, COMPLETIONS, Intake, TurnRequest
 from kvturn_router.turn_report import duration, report_message
 
 logger = logging.getLogger("kvturn.router.grpc")
+
+_Received = tuple[Message | str, int]
+"""A message, or why it is none, and its bytes."""
 
 _SERVICE: Final = "kvturn.v1.RouterService"
 
@@ -99,7 +103,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Returns what the router knows of a conversation."""
         try:
             key = self._key(request.conversation_id, request.model, context)
-            reports = await self._forwarder.reports(key)
+            async with self._gate.question():
+                reports = await self._forwarder.reports(key)
         except TurnError as error:
             await abort(context, error)
         return router_pb2.GetConversationResponse(
@@ -114,7 +119,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         """Ends a conversation; its KV is freed at once."""
         try:
             key = self._key(request.conversation_id, request.model, context)
-            ended = await self._forwarder.end_conversation(key)
+            async with self._gate.question():
+                ended = await self._forwarder.end_conversation(key)
         except TurnError as error:
             await abort(context, error)
         return router_pb2.RouterServiceEndConversationResponse(leases_ended=ended)
@@ -131,7 +137,8 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             if request.HasField("absence"):
                 absence_s = request.absence.seconds + request.absence.nanos / 1e9
                 checked_absence_s("absence", absence_s)
-            kept_s = await self._forwarder.keep_alive(key, absence_s)
+            async with self._gate.question():
+                kept_s = await self._forwarder.keep_alive(key, absence_s)
         except TurnError as error:
             await abort(context, error)
         return router_pb2.RouterServiceKeepConversationAliveResponse(kept=duration(kept_s * 1000))
@@ -205,14 +212,17 @@ class GrpcFront:
     """The gRPC listener, with health and reflection.
 
     The health service answers for the process under "" and, under the service's
-    name, whether a turn can be served.
+    name, whether a turn can be served. `calls_max` is how many calls there may
+    be at once; gRPC refuses more, or has them wait at their client, unread.
     """
 
     def __init__(
         self,
         servicer: RouterServicer,
         fleet: Fleet,
+        bodies: BodyBudget,
         *,
+        calls_max: int,
         body_bytes_max: int,
         head_bytes_max: int,
         shares_port: bool = False,
@@ -220,7 +230,9 @@ class GrpcFront:
         self._fleet = fleet
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
+            maximum_concurrent_rpcs=calls_max,
             options=(
+                ("grpc.max_concurrent_streams", calls_max),
                 # A message above this is refused by gRPC itself, without ErrorInfo; up to it the
                 # servicer says which limit a body is above.
                 ("grpc.max_receive_message_length", 2 * body_bytes_max + (1 << 20)),
@@ -235,9 +247,9 @@ class GrpcFront:
                 # Clients may ping as often as they like: never GOAWAY for it.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
-            )
+            ),
         )
-        self._server.add_generic_rpc_handlers((_handlers(servicer),))
+        self._server.add_generic_rpc_handlers((_handlers(servicer, bodies),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -273,7 +285,7 @@ class GrpcFront:
         await self._server.stop(grace_s)
 
 
-def _handlers(servicer: RouterServicer) -> "grpc.GenericRpcHandler[Any, Any]":
+def _handlers(servicer: RouterServicer, bodies: BodyBudget) -> "grpc.GenericRpcHandler[Any, Any]":
     """Returns the service's methods; a message that cannot be read gets the status of a bad body.
 
     The generated registration would leave that to gRPC, which calls it UNKNOWN.
@@ -286,28 +298,35 @@ def _handlers(servicer: RouterServicer) -> "grpc.GenericRpcHandler[Any, Any]":
             else grpc.unary_unary_rpc_method_handler
         )
         handlers[method.name] = make(
-            _checked(getattr(servicer, method.name)),
+            _checked(getattr(servicer, method.name), bodies),
             request_deserializer=_reader(GetMessageClass(method.input_type)),
             response_serializer=GetMessageClass(method.output_type).SerializeToString,
         )
     return grpc.method_handlers_generic_handler(_SERVICE, handlers)
 
 
-def _reader(kind: type[Message]) -> Callable[[bytes], Message | str]:
-    def read(data: bytes) -> Message | str:
+def _reader(kind: type[Message]) -> Callable[[bytes], _Received]:
+    def read(data: bytes) -> _Received:
         try:
-            return kind.FromString(data)
+            return kind.FromString(data), len(data)
         except DecodeError as error:
-            return str(error)
+            return str(error), len(data)
 
     return read
 
 
-def _checked(method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Message | str, context: Context) -> Any:
+def _checked(
+    method: Callable[[Any, Context], Awaitable[Any]], bodies: BodyBudget
+) -> Callable[..., Awaitable[Any]]:
+    async def call(received: _Received, context: Context) -> Any:
+        request, size = received
         if isinstance(request, str):
             await abort(context, TurnError(400, f"{request}.", reason="MESSAGE_INVALID"))
-        return await method(request, context)
+        try:
+            with bodies.holding(size):
+                return await method(request, context)
+        except TurnError as error:
+            await abort(context, error)
 
     return call
 

@@ -206,7 +206,13 @@ class HttpFront:
     # The other routes
 
     def _run(self, answer: HttpAnswer, work: Work) -> None:
-        task = answer.loop.create_task(self._guarded(answer, work))
+        """Answers a question, if there are not too many and it does not take too long."""
+
+        async def bounded() -> None:
+            async with self._gate.question():
+                await work()
+
+        task = answer.loop.create_task(self._guarded(answer, bounded))
         answer.gone = task.cancel
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -231,7 +237,12 @@ class HttpFront:
             raise no_response("response_id", text)
         engine = self._engine_of(name)
         target = f"{RESPONSES}/{rest}" + (f"?{query}" if query else "")
-        self._run(answer, lambda: self._ask_for_response(answer, request, engine, target))
+        self._gate.enter()  # It may be a stream as long as a turn's.
+        task = answer.loop.create_task(
+            self._guarded(answer, lambda: self._ask_for_response(answer, request, engine, target))
+        )
+        answer.gone = task.cancel
+        task.add_done_callback(self._turn_ended)
 
     def _engine_of(self, name: ResponseName) -> Engine:
         for engine in self._fleet.decodes:

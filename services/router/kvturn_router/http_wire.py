@@ -17,6 +17,7 @@ from typing import Final, Protocol, cast
 import httptools
 import msgspec
 
+from kvturn_router.body_budget import BodyBudget
 from kvturn_router.errors import TurnError
 
 _AHEAD_MAX: Final = 16
@@ -107,6 +108,7 @@ class Listener:
 
     serve: Serve
     limits: WireLimits
+    bodies: BodyBudget
     admit: Admit | None = None
     connections: set["ClientConnection"] = field(default_factory=set)
     draining: bool = False
@@ -189,6 +191,7 @@ class HttpAnswer:
         connection = self._connection
         if connection is None:
             return
+        connection.let_body_go()
         self._headers = headers
         self._keeps = self._keeps and not connection.listener.draining
         if length is not None:
@@ -273,7 +276,10 @@ class ClientConnection(asyncio.Protocol):
         self._fields: list[tuple[bytes, bytes]] = []
         self._headers: dict[str, str] = {}
         self._body: list[bytes | bytearray] = []
+        # Those of `_body`, which count against the budget of all connections.
         self._body_bytes = 0
+        # Those of the request that is being served, until its answer begins.
+        self._served_bytes = 0
         self._head_bytes = 0
         # Of the body, but not what it holds: what is around chunks, and trailers.
         self._around_bytes = 0
@@ -326,6 +332,11 @@ class ClientConnection(asyncio.Protocol):
         if self._blocked and flow is not None:
             flow.pause()
 
+    def let_body_go(self) -> None:
+        """Called by the answer: the request's body is needed no more."""
+        self.listener.bodies.left += self._served_bytes
+        self._served_bytes = 0
+
     def answered(self, keeps: bool) -> None:
         """Called by the answer: it has ended."""
         self._current = None
@@ -362,8 +373,10 @@ class ClientConnection(asyncio.Protocol):
         self.listener.connections.discard(self)
         if not self.listener.connections:
             self.listener.emptied.set()
+        self.listener.bodies.left += sum([len(ahead.body) for ahead in self._ahead])
         self._ahead.clear()
-        self._body.clear()
+        self._drop_body()
+        self.let_body_go()
         current, self._current = self._current, None
         if current is not None:
             current.lost()
@@ -434,8 +447,6 @@ class ClientConnection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._target = b""
         self._fields = []
-        self._body = []
-        self._body_bytes = 0
         self._in_head = True
         self._reading = True
         self._began = self._last_read
@@ -458,6 +469,9 @@ class ClientConnection(asyncio.Protocol):
         length = self._headers.get("content-length", "")
         if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
             self._refuse_body()
+            return
+        if length.isdigit() and int(length) > self.listener.bodies.left:
+            self._refuse(self.listener.bodies.exhausted())
             return
         if self._headers.get("transfer-encoding", "chunked").lower() != "chunked":
             self._refuse(
@@ -484,10 +498,17 @@ class ClientConnection(asyncio.Protocol):
         if self._refused is not None:
             return
         self._around_bytes = 0
-        self._body_bytes += len(data)
-        if self._body_bytes > self.listener.limits.body_bytes_max:
+        size = len(data)
+        budget = self.listener.bodies
+        if self._body_bytes + size > self.listener.limits.body_bytes_max:
             self._refuse_body()
-        elif self._body and len(data) < _SMALL_BYTES:
+            return
+        if size > budget.left:
+            self._refuse(budget.exhausted())
+            return
+        budget.left -= size
+        self._body_bytes += size
+        if self._body and size < _SMALL_BYTES:
             self._add_small(data)
         else:
             self._body.append(data)
@@ -504,7 +525,6 @@ class ClientConnection(asyncio.Protocol):
         version = self._parser.get_http_version()
         # The first is always as it came.
         body = cast("bytes", self._body[0]) if len(self._body) == 1 else b"".join(self._body)
-        self._body = []
         self._reading = False
         self._in_head = True
         request = HttpRequest(
@@ -518,17 +538,30 @@ class ClientConnection(asyncio.Protocol):
         if version not in ("1.0", "1.1"):
             self._refuse(TurnError(505, "Speak HTTP/1.1.", reason="REQUEST_INVALID"))
         elif self._current is None and not self._ahead:
+            self._take_body()
             self._serve(request)
         elif self._may_wait(request):
+            self._take_body()
             self._ahead.append(request)
         else:
             self._refuse(TurnError(429, "Too many requests sent ahead.", reason="TOO_MANY_AHEAD"))
+
+    def _take_body(self) -> None:
+        """Leaves the body that was read to its request, which counts it from now on."""
+        self._body = []
+        self._body_bytes = 0
+
+    def _drop_body(self) -> None:
+        """Gives up the body that is being read."""
+        self.listener.bodies.left += self._body_bytes
+        self._take_body()
 
     def _may_wait(self, request: HttpRequest) -> bool:
         waiting = sum(len(ahead.body) for ahead in self._ahead) + len(request.body)
         return len(self._ahead) < _AHEAD_MAX and waiting <= self.listener.limits.body_bytes_max
 
     def _serve(self, request: HttpRequest) -> None:
+        self._served_bytes = len(request.body)
         answer = HttpAnswer(self, request)
         self._current = answer
         self.listener.serve(answer, request)
@@ -559,7 +592,7 @@ class ClientConnection(asyncio.Protocol):
         if self._refused is not None:
             return
         self._refused = error
-        self._body = []
+        self._drop_body()
         if self._current is None and not self._ahead:
             self._answer_refusal()
 
