@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 SYSTEM = "You tell the weather. Caf\u00e9 \U0001f326."
-QUESTIONS = ("What is the weather in Paris?", "And in Rome?")
+QUESTIONS = ("What is the weather in Paris?", "What is the weather in Rome?")
 STEPS_MAX = 6
 """Requests for one question, so that no model can go on for ever."""
 
@@ -50,14 +50,20 @@ Run = Callable[[str, str, bool, str | None, Calls], list[str]]
 
 
 def main(**ways: Run) -> None:
-    """Runs each way streamed and not, tagged and not, and prints what came of it."""
+    """Runs each way streamed and not, tagged and not, and prints what came of it.
+
+    With `--brief` only streamed and tagged, and neither.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("--base-url", required=True, help="of the API, with /v1")
     parser.add_argument("--model", required=True)
     parser.add_argument("--ways", nargs="*", default=list(ways), choices=list(ways))
+    parser.add_argument("--brief", action="store_true", help="half of what can be combined")
     given = parser.parse_args()
     results: list[dict[str, Any]] = []
     for way, stream, tagged in itertools.product(given.ways, (True, False), (True, False)):
+        if given.brief and stream != tagged:
+            continue
         tag = f"weather-{uuid.uuid4().hex}" if tagged else None
         calls = Calls()
         texts = ways[way](given.base_url, given.model, stream, tag, calls)

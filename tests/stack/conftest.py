@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-from engines import LONGEST_PROMPT_TOKENS, MODEL, READS, VERSIONS, own_cache, run_dir, vllm_python
+from engines import (
+    LONGEST_PROMPT_TOKENS,
+    MODEL,
+    READS,
+    TOOLS,
+    VERSIONS,
+    own_cache,
+    run_dir,
+    vllm_python,
+)
 from noise import measured_noise
 
 from kvturn_cli.engine import EngineConfig
@@ -56,11 +65,13 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         max_model_len=LONGEST_PROMPT_TOKENS,
         router_args=READS,
         engines=(
-            EngineConfig("prefill", "prefill-0", env=cache, prefix_caching=False),
-            EngineConfig("prefill", "prefill-1", env=cache),
+            EngineConfig("prefill", "prefill-0", env=cache, args=TOOLS, prefix_caching=False),
+            EngineConfig("prefill", "prefill-1", env=cache, args=TOOLS),
             # It must remember responses for `previous_response_id` to go on from them.
             EngineConfig(
-                "decode", "decode-0", env={"VLLM_ENABLE_RESPONSES_API_STORE": "1", **cache}
+                *("decode", "decode-0"),
+                args=TOOLS,
+                env={"VLLM_ENABLE_RESPONSES_API_STORE": "1", **cache},
             ),
         ),
     )

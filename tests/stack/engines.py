@@ -18,6 +18,12 @@ VERSIONS = ("0.29.0", "0.32.0")
 LONGEST_PROMPT_TOKENS = 4096
 READS = ("--plan", "pull")
 """A router that reads whatever can be read, as tests of reads need it."""
+TOOLS = (
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
+    *("--chat-template", str(Path(__file__).with_name("calls_tools.jinja"))),
+    *("--override-generation-config", '{"temperature": 0}'),
+)
+"""Engines whose model calls a tool if a request has one."""
 SMALL_BLOCKS = 24
 SMALL_PREFILL_BLOCKS = 200
 SMALL_TTL_S = 3.0
