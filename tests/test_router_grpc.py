@@ -617,3 +617,67 @@ async def test_shutdown_ends_streams_with_a_status_and_refuses_new_calls():
             await rig.decode.turns[0].gone.wait()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Complete(router_pb2.CompleteRequest(body_json="{}"), timeout=5)
+
+
+async def test_a_router_that_ends_serves_the_calls_that_are_on_their_way():
+    """Health says no at once; what was sent before its client could know is served to its end."""
+    go_on = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "begun"}))
+        await go_on.wait()
+        await reply.end_stream()
+
+    async with router("--grace-s=20") as rig, dial(rig) as (channel, stub):
+        rig.decode.script(CHAT, play)
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        before = stub.Chat(chat("before"))
+        assert (await before.read()).report.turn == 1
+        stopping = asyncio.create_task(rig.server.stop())
+        assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        underway = stub.Chat(chat("underway"))
+        assert (await underway.read()).report.turn == 1
+        async with asyncio.timeout(30):
+            while True:
+                try:
+                    await stub.GetConversation(
+                        router_pb2.GetConversationRequest(conversation_id="before", model="m")
+                    )
+                except grpc.aio.AioRpcError as error:
+                    refused = error.code()
+                    break
+        assert refused in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert not stopping.done()
+        go_on.set()
+        for call in (before, underway):
+            chunks = []
+            while (response := await call.read()) is not grpc.aio.EOF:
+                chunks.append(response.chunk_json)
+            assert "begun" in chunks[0]
+        watch.cancel()
+        async with asyncio.timeout(10):
+            await stopping
+
+
+@pytest.mark.parametrize("front", ["http", "grpc"])
+async def test_a_notice_comes_before_the_end(front):
+    """Balancers have time to see that it is not ready; until then new clients are served."""
+    async with router("--drain-notice-s=0.3") as rig:
+        stopping = asyncio.create_task(rig.server.stop())
+        await asyncio.sleep(0)
+        if front == "http":
+            ready = await rig.ask("GET", "/ready")
+            assert (ready.status, ready.json["reason"]) == (503, "shutting down")
+            assert (await rig.post(turn_body())).status == 200
+        else:
+            async with dial(rig) as (channel, stub):
+                health = health_pb2_grpc.HealthStub(channel)
+                asked = health_pb2.HealthCheckRequest(service="kvturn.v1.RouterService")
+                states = health_pb2.HealthCheckResponse
+                assert (await health.Check(asked)).status == states.NOT_SERVING
+                assert (await stub.Complete(complete())).body_json
+        await stopping
+        with pytest.raises(ConnectionRefusedError):
+            await rig.client()

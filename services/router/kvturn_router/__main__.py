@@ -117,7 +117,7 @@ async def _supervise(config: RouterConfig, argv: Sequence[str]) -> int:
     arguments = [*argv, "--workers=1", f"--port={http.port}"]
     if grpc is not None:
         arguments.append(f"--grpc-port={grpc.port}")
-    workers = Workers(config.workers, arguments, config.grace_s)
+    workers = Workers(config.workers, arguments, config.drain_notice_s + config.grace_s)
     stop = _stop_on_signals()
     try:
         return EXIT_OK if await workers.run(stop) else EXIT_FAILED

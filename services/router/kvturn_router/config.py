@@ -111,6 +111,8 @@ class RouterConfig:
     """Longest wait for a health answer."""
     health_failures_max: int
     """Failures in a row after which an engine is out."""
+    drain_notice_s: float
+    """How long after SIGTERM all is still served while readiness says no."""
     grace_s: float
     """How long running turns may go on after SIGTERM."""
     log_level: str
@@ -295,6 +297,7 @@ _FLAGS: Final = (
     _Flag("health-interval-s", _seconds(0.05), 1.0, "S", "time between health questions"),
     _Flag("health-timeout-s", _seconds(0.05), 2.0, "S", "wait for a health answer"),
     _Flag("health-failures", _whole(1, 1000), 2, "N", "failures in a row until an engine is out"),
+    _Flag("drain-notice-s", _seconds(0, 3600), 0.0, "S", "serving on after SIGTERM, not ready"),
     _Flag("grace-s", _seconds(0), 10.0, "S", "time for running turns after SIGTERM"),
     _Flag("log-level", _one_of(*_LOG_LEVELS), "info", "LEVEL", "least level that is logged"),
 )
@@ -401,6 +404,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         health_interval_s=values["health_interval_s"],
         health_timeout_s=values["health_timeout_s"],
         health_failures_max=values["health_failures"],
+        drain_notice_s=values["drain_notice_s"],
         grace_s=values["grace_s"],
         log_level=values["log_level"],
     )

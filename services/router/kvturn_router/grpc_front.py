@@ -228,6 +228,9 @@ class GrpcFront:
         shares_port: bool = False,
     ) -> None:
         self._fleet = fleet
+        self._bodies = bodies
+        self.used = False
+        """Whether any call was made."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=calls_max,
@@ -249,7 +252,7 @@ class GrpcFront:
                 ("grpc.http2.max_ping_strikes", 0),
             ),
         )
-        self._server.add_generic_rpc_handlers((_handlers(servicer, bodies),))
+        self._server.add_generic_rpc_handlers((self._handlers(servicer),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
@@ -279,30 +282,46 @@ class GrpcFront:
         serving = state.NOT_SERVING if self._fleet.missing() else state.SERVING
         await self._health.set(_SERVICE, serving)
 
+    async def tell_draining(self) -> None:
+        """Has the health service say from now on that nothing can be served."""
+        await self._health.enter_graceful_shutdown()
+
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls and lets those under way end within `grace_s` seconds."""
-        await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)
 
+    def _handlers(self, servicer: RouterServicer) -> "grpc.GenericRpcHandler[Any, Any]":
+        """Returns the service's methods; a message that cannot be read is a bad body.
 
-def _handlers(servicer: RouterServicer, bodies: BodyBudget) -> "grpc.GenericRpcHandler[Any, Any]":
-    """Returns the service's methods; a message that cannot be read gets the status of a bad body.
+        The generated registration would leave that to gRPC, which calls it UNKNOWN.
+        """
+        handlers = {}
+        for method in router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods:
+            make = (
+                grpc.unary_stream_rpc_method_handler
+                if method.server_streaming
+                else grpc.unary_unary_rpc_method_handler
+            )
+            handlers[method.name] = make(
+                self._checked(getattr(servicer, method.name)),
+                request_deserializer=_reader(GetMessageClass(method.input_type)),
+                response_serializer=GetMessageClass(method.output_type).SerializeToString,
+            )
+        return grpc.method_handlers_generic_handler(_SERVICE, handlers)
 
-    The generated registration would leave that to gRPC, which calls it UNKNOWN.
-    """
-    handlers = {}
-    for method in router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods:
-        make = (
-            grpc.unary_stream_rpc_method_handler
-            if method.server_streaming
-            else grpc.unary_unary_rpc_method_handler
-        )
-        handlers[method.name] = make(
-            _checked(getattr(servicer, method.name), bodies),
-            request_deserializer=_reader(GetMessageClass(method.input_type)),
-            response_serializer=GetMessageClass(method.output_type).SerializeToString,
-        )
-    return grpc.method_handlers_generic_handler(_SERVICE, handlers)
+    def _checked(self, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Any]:
+        async def call(received: _Received, context: Context) -> Any:
+            self.used = True
+            request, size = received
+            if isinstance(request, str):
+                await abort(context, TurnError(400, f"{request}.", reason="MESSAGE_INVALID"))
+            try:
+                with self._bodies.holding(size):
+                    return await method(request, context)
+            except TurnError as error:
+                await abort(context, error)
+
+        return call
 
 
 def _reader(kind: type[Message]) -> Callable[[bytes], _Received]:
@@ -313,22 +332,6 @@ def _reader(kind: type[Message]) -> Callable[[bytes], _Received]:
             return str(error), len(data)
 
     return read
-
-
-def _checked(
-    method: Callable[[Any, Context], Awaitable[Any]], bodies: BodyBudget
-) -> Callable[..., Awaitable[Any]]:
-    async def call(received: _Received, context: Context) -> Any:
-        request, size = received
-        if isinstance(request, str):
-            await abort(context, TurnError(400, f"{request}.", reason="MESSAGE_INVALID"))
-        try:
-            with bodies.holding(size):
-                return await method(request, context)
-        except TurnError as error:
-            await abort(context, error)
-
-    return call
 
 
 async def _write(context: Context, response: router_pb2.ChatResponse) -> None:

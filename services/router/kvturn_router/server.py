@@ -148,24 +148,29 @@ class RouterServer:
             raise cannot_listen(host, port, error) from None
 
     async def stop(self) -> None:
-        """Takes no more connections, lets turns end within the grace, then ends them.
+        """Says that it is not ready, takes no more, lets turns end within the grace, ends them.
 
         A client whose connection was taken may have sent its request before it could know: that
-        one is served, and its connection closed after it.
+        one is served, and its connection closed after it; over gRPC, its calls of that moment are.
         """
         self._gate.draining = self._listener.draining = True
+        told = None if self._grpc is None else asyncio.ensure_future(self._grpc.tell_draining())
+        if self._config.drain_notice_s:
+            await asyncio.sleep(self._config.drain_notice_s)
         await self._close_listener()
-        grpc_stop = None
-        grace_s = self._config.grace_s
-        if self._grpc is not None:
-            grpc_stop = asyncio.ensure_future(self._grpc.stop(grace_s + _LAST_WORDS_S))
+        if told is not None:
+            await told
+        grpc_stop: asyncio.Future[None] | None = None
+        ends_at = asyncio.get_running_loop().time() + self._config.grace_s
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(grace_s):
-                await self._until_no_connections(_UNDERWAY_S)
+            async with asyncio.timeout_at(ends_at):
+                await self._until_nothing_underway()
                 self._gate.close()
                 self._listener.close_idle()
+                grpc_stop = self._stop_grpc(ends_at)
                 await self._gate.empty()
         self._gate.close()
+        grpc_stop = grpc_stop or self._stop_grpc(ends_at)
         self._forwarder.end_all(TurnError(503, "The router is shutting down.", reason="DRAINING"))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
@@ -214,9 +219,18 @@ class RouterServer:
             ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
         )
 
-    async def _until_no_connections(self, timeout_s: float) -> None:
+    def _stop_grpc(self, ends_at: float) -> asyncio.Future[None] | None:
+        if self._grpc is None:
+            return None
+        left_s = max(ends_at - asyncio.get_running_loop().time(), 0)
+        return asyncio.ensure_future(self._grpc.stop(left_s + _LAST_WORDS_S))
+
+    async def _until_nothing_underway(self) -> None:
+        """Waits while requests may be on their way on connections that were taken."""
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(_UNDERWAY_S):
+                if self._grpc is not None and self._grpc.used:
+                    await asyncio.Event().wait()  # gRPC does not tell of its connections.
                 if self._listener.connections:
                     await self._listener.emptied.wait()
 

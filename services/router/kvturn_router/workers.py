@@ -78,7 +78,7 @@ class HeldPort:
 class Workers:
     """Keeps `count` workers running. `arguments` are a worker's flags, its ports among them.
 
-    `grace_s` is how long a worker lets running turns go on once it is told to end.
+    `grace_s` is how long a worker may serve on once it is told to end.
     """
 
     def __init__(self, count: int, arguments: Sequence[str], grace_s: float) -> None:
