@@ -114,7 +114,7 @@ class RouterConfig:
     drain_notice_s: float
     """How long after SIGTERM all is still served while readiness says no."""
     grace_s: float
-    """How long running turns may go on after SIGTERM."""
+    """How long running turns may go on after that."""
     log_level: str
     """Least level that is logged."""
 
