@@ -11,10 +11,11 @@ from stub_engine import GUARD_S
 
 from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_router.conversation import ConversationKey
+from kvturn_router.conversation import ConversationKey, TurnReport
 from kvturn_router.plan import Resolution
 from kvturn_router.router_session import AnnouncedEngine, RouterSession
 from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
+from kvturn_router.turn_report import report_message
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("acme", "m", "c1")
@@ -89,7 +90,7 @@ async def test_a_turn_is_asked_answered_and_its_end_told():
             None, "i.1.1", "http://d:1", 1500, conversation_id="c1", turn=1
         )
         assert (turn.conversation_id, turn.number) == ("c1", 1)
-        report = common_pb2.TurnReport(conversation_id="c1", turn=1, prompt_tokens=48)
+        report = TurnReport(1, Verdict.REUSED, 48, 40, 8, 1.5, 0.25, 4096)
         one.end(turn, retains=True, report=report)
         await fake.until(lambda: bool(fake.turns_ended))
         (begun,) = fake.begun
@@ -99,7 +100,8 @@ async def test_a_turn_is_asked_answered_and_its_end_told():
         assert (list(begun.points), begun.recognise, begun.reuse) == (POINTS, True, True)
         assert begun.wait.ToMilliseconds() == 3000
         (ended,) = fake.turns_ended
-        assert ended == lease_pb2.EndTurn(turn_id=begun.turn_id, retains=True, report=report)
+        told = report_message("c1", report)
+        assert ended == lease_pb2.EndTurn(turn_id=begun.turn_id, retains=True, report=told)
         assert fake.hellos == [lease_pb2.RouterHello(router_id="r1")]
 
 
@@ -279,8 +281,8 @@ async def test_an_old_service_that_knows_no_sessions_is_unreachable():
         assert await one.resolution(begin(one)) == UNREACHABLE
 
 
-async def test_a_turn_hears_of_its_retention_also_after_its_end():
-    """Once, and only the turn that it is about."""
+async def test_a_turn_hears_of_its_retention_until_its_end():
+    """Only the turn that it is about; one that has ended wants to hear nothing more."""
     async with session(fake := await FakeLease().start()) as one:
         heard: list[tuple[int, Retained]] = []
         turns = [
@@ -294,14 +296,18 @@ async def test_a_turn_hears_of_its_retention_also_after_its_end():
             for i in range(2)
         ]
         await one.resolution(turns[1])
-        one.end(turns[1], retains=True)
-        await fake.until(lambda: bool(fake.turns_ended))
         said = lease_pb2.TurnRetained(
             turn_id=turns[1].turn_id, token_count=64, prompt_tokens=48, local_cached_tokens=32
         )
-        await fake.push(retained=[said, said, lease_pb2.TurnRetained(turn_id=99)])
+        await fake.push(retained=[said, lease_pb2.TurnRetained(turn_id=99)])
         await until(lambda: heard)
         assert heard == [(1, Retained(64, 48, 32))]
+        one.end(turns[1], retains=True)
+        await fake.until(lambda: bool(fake.turns_ended))
+        other = lease_pb2.TurnRetained(turn_id=turns[0].turn_id)
+        await fake.push(retained=[said, other])
+        await until(lambda: len(heard) > 1)
+        assert heard[1:] == [(0, Retained(0, 0, 0))]
 
 
 async def test_a_refused_turn_goes_on_without_reuse():

@@ -120,7 +120,7 @@ class Engine:
             prompt_tokens=48,
             local_cached_tokens=32,
             turn=turn.number,
-            history=turn.begin.points[0],
+            history=turn.points[0],
         )
         await self._send(grant=lease_pb2.Grant(retention=retention))
         return lease_id
@@ -188,8 +188,7 @@ async def system(routers: int = 1) -> AsyncIterator[tuple[Service, Engine, list[
 async def test_a_conversation_goes_through_two_routers():
     """Turn 1 here, turn 2 there: it waits for turn 1's grant, and reads what turn 1 left."""
     async with system(routers=2) as (_, engine, (here, there)):
-        heard: list[Retained] = []
-        first = await here.begin("a", on_retained=heard.append)
+        first = await here.begin("a")
         assert (first.number, first.resolution.verdict) == (1, Verdict.FIRST_TURN)
         second = there.session.begin(KEY, points("b", "a"), recognise=False, reuse=True)
         here.session.end(first, retains=True)
@@ -199,9 +198,18 @@ async def test_a_conversation_goes_through_two_routers():
         assert (found.token_count, found.prompt_tokens, found.extends) == (64, 48, True)
         assert (found.engine_id, found.http_address) == ("d1", "http://10.0.0.1:8200")
         assert found.longest_read_ms == 3000
+        assert there.fleet.holder(found.http_address, found.engine_id) is not None
+
+
+async def test_a_turn_hears_what_is_retained_of_it():
+    """Decode grants it while the turn is in flight still."""
+    async with system() as (_, engine, (router,)):
+        heard: list[Retained] = []
+        turn = await router.begin("a", on_retained=heard.append)
+        await engine.grant(turn)
         await until(lambda: heard)
         assert heard == [Retained(64, 48, 32)]
-        assert there.fleet.holder(found.http_address, found.engine_id) is not None
+        router.session.end(turn, retains=True)
 
 
 async def test_turns_without_a_name_are_recognised_by_what_they_extend():

@@ -134,9 +134,8 @@ class Account(msgspec.Struct):
             read_failed=self.read_failed,
         )
 
-    def attributes(self, request: TurnRequest) -> dict[str, Attribute]:
+    def attributes(self, request: TurnRequest, report: TurnReport) -> dict[str, Attribute]:
         """Returns what the turn's span says."""
-        report = self.report()
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": "text_completion" if request.path == COMPLETIONS else "chat",
             "gen_ai.conversation.id": request.key.conversation_id,

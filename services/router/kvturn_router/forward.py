@@ -55,7 +55,7 @@ from kvturn_router.session_turns import Retained, SessionTurn
 from kvturn_router.stock import Handle, StockTap
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import TurnSpan, TurnTracer
-from kvturn_router.turn_report import report_message, report_of
+from kvturn_router.turn_report import report_of
 from kvturn_router.verdict import Verdict
 from kvturn_router.waiting import NoRoom
 
@@ -316,7 +316,8 @@ class _Turn:
             resolution = await session.resolution(turn)
         finally:
             span.end({"kvturn.lease_id": turn.resolution.lease_id if turn.resolution else ""})
-        request.key = request.key._replace(conversation_id=turn.conversation_id)
+        if turn.conversation_id != request.key.conversation_id:
+            request.key = request.key._replace(conversation_id=turn.conversation_id)
         self._account.number = turn.number
         if not reuse:
             off = not request.reuse
@@ -687,9 +688,8 @@ class _Turn:
             self._session_turn.on_retained = None
         report = account.report() if self._relay.started else None
         if forwarder.lease is not None and self._session_turn is not None:
-            told = None if report is None else report_message(request.key.conversation_id, report)
             forwarder.lease.session.end(
-                self._session_turn, retains=self._is_retained(fault), report=told
+                self._session_turn, retains=self._is_retained(fault), report=report
             )
             if fault is None and account.kind is not None and account.forecast is not None:
                 took = account.took(streamed=request.stream)
@@ -702,7 +702,7 @@ class _Turn:
             if fault is None and self._relay.tap is not None:
                 self._stock.keep(request.key, self._relay.tap, account.decode_url)
         if self._span.recorded:
-            self._span.end(account.attributes(request), fault=fault)
+            self._span.end(account.attributes(request, report or account.report()), fault=fault)
 
     def _is_retained(self, fault: str | None) -> bool:
         """Tells whether decode will announce a retention of this turn.

@@ -37,6 +37,8 @@ _SIGNIFICANT_BITS: Final = 5
 _SPACE: Final = b" \t\r\n"
 _SEPARATORS: Final = b", \t\r\n"
 _ROLE_FIRST: Final = b'{"role":'
+_COMPACT: Final = b'},{"role":'
+_SPACED: Final = b'}, {"role": '
 _ASSISTANT: Final = b'"assistant"'
 # What only an item has that a model made: a message, its reasoning, a call.
 _MODEL_MADE: Final = (_ASSISTANT, b'"reasoning"', b'_call"')
@@ -107,14 +109,15 @@ def history_of(members: Members, path: str, tenant: str, model: str, scope: str)
 def _digests(seed: bytes, text: bytes, cuts: _Cuts) -> tuple[bytes, ...]:
     # Once through the text, from the start.
     chain = xxhash.xxh3_128(seed)
+    update, digest = chain.update, chain.digest
     view = memoryview(text)
     position = cuts.begin
     digests: list[bytes] = []
     for place in sorted({cuts.first, *cuts.answers, cuts.end}):
         if place > position:
-            chain.update(view[position:place])
+            update(view[position:place])
             position = place
-            digests.append(chain.digest())
+            digests.append(digest())
     digests.reverse()
     return tuple(digests)
 
@@ -145,16 +148,31 @@ def _role_first_cuts(text: bytes) -> _Cuts | None:
         place = text.rfind(_ASSISTANT, 0, place)
         if place < 0:
             break
-        start = place - len(_ROLE_FIRST)
-        if text[start - 1 : start] == b"{" and text[place - 1 : place] == b" ":
-            start -= 1
-        if text[start:place].rstrip(_SPACE) != _ROLE_FIRST:
-            return None
+        # Nearly all clients write one of two ways; what is read here is what _seam would find.
+        if text[place - len(_COMPACT) : place] == _COMPACT:
+            seam = place - len(_COMPACT) + 1
+        elif text[place - len(_SPACED) : place] == _SPACED:
+            seam = place - len(_SPACED) + 1
+        else:
+            start = place - len(_ROLE_FIRST)
+            if text[start - 1 : start] == b"{" and text[place - 1 : place] == b" ":
+                start -= 1
+            if text[start:place].rstrip(_SPACE) != _ROLE_FIRST:
+                return None
+            seam = _seam(text, start)
         if not answers:
-            following = text.find(_ROLE_FIRST, place)
+            following = _next_role(text, place)
             new = end if following < 0 else _seam(text, following)
-        answers.append(_seam(text, start))
+        answers.append(seam)
     return _Cuts(1, end, answers, _first_seam(text), new)
+
+
+def _next_role(text: bytes, place: int) -> int:
+    """Returns where the first item after `place` begins, less than 0 if none does."""
+    last = text.rfind(_ROLE_FIRST, place)
+    if last < 0 or text.rfind(_ROLE_FIRST, place, last) < 0:
+        return last  # nearly always, and a search backwards is several times faster
+    return text.find(_ROLE_FIRST, place)
 
 
 def _first_seam(text: bytes) -> int:

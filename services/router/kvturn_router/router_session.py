@@ -18,25 +18,21 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Final, Protocol, cast
+from typing import TYPE_CHECKING, Final, Protocol
 
 import grpc
 import grpc.aio
 
 from kvturn.lease_channels import LeaseChannels
-from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
-from kvturn_router.conversation import ConversationKey
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_router.conversation import ConversationKey, TurnReport
 from kvturn_router.fleet import AnnouncedEngine
 from kvturn_router.plan import Resolution
 from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:
-    from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
-
-    _Call = grpc.aio.StreamStreamCall[
-        lease_pb2.RouterSessionRequest, lease_pb2.RouterSessionResponse
-    ]
+    _Call = grpc.aio.StreamStreamCall[bytes, lease_pb2.RouterSessionResponse]
 
 logger = logging.getLogger("kvturn.router.session")
 
@@ -155,8 +151,7 @@ class RouterSession:
         """Tells that a turn begins; `end` must follow, whatever happens.
 
         `points`, `recognise` and `reuse` are as in lease.proto's BeginTurn.
-        `on_retained` is called once the turn's retention has been granted,
-        which may be a while after the turn's end, or never.
+        `on_retained` is called if the turn's retention is granted before its end.
         """
         turn = self.turns.begin(
             key,
@@ -189,7 +184,7 @@ class RouterSession:
         turn: SessionTurn,
         *,
         retains: bool = False,
-        report: common_pb2.TurnReport | None = None,
+        report: TurnReport | None = None,
     ) -> None:
         """Tells that a turn is over.
 
@@ -284,8 +279,12 @@ class RouterSession:
 
     async def _hold_session(self, endpoint: str, channel: grpc.aio.Channel) -> None:
         """Returns when another endpoint leads or all is said; raises if it ends otherwise."""
-        stub = cast("LeaseServiceAsyncStub", lease_pb2_grpc.LeaseServiceStub(channel))
-        call = stub.RouterSession(metadata=self.channels.metadata)  # type: ignore[call-arg]
+        open_stream = channel.stream_stream(
+            "/kvturn.v1.LeaseService/RouterSession",
+            request_serializer=bytes,  # session_wire.py has written it
+            response_deserializer=lease_pb2.RouterSessionResponse.FromString,
+        )
+        call = open_stream(metadata=self.channels.metadata)  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
                 await call.write(self.turns.open())

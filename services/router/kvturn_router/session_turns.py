@@ -15,18 +15,20 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
-from google.protobuf import duration_pb2
-
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_router.conversation import ConversationKey
+from kvturn_router.conversation import ConversationKey, TurnReport
 from kvturn_router.plan import Resolution
+from kvturn_router.session_wire import (
+    begin_turn,
+    end_turn,
+    router_hello,
+    session_request,
+    turn_report,
+)
 from kvturn_router.verdict import Verdict, verdict_named
 
 POINTS_MAX: Final = 20
 """Digests of its history that a turn tells."""
-
-ENDED_MAX: Final = 4096
-"""Ended turns that may still hear that they were retained; the oldest are forgotten."""
 
 _LONGEST_READ_MS: Final = 3_000
 """Longest read where the lease service does not say."""
@@ -59,33 +61,40 @@ class SessionTurn:
 
     __slots__ = (
         "asked_ns",
-        "begin",
         "conversation_id",
         "key",
         "number",
         "on_resolved",
         "on_retained",
+        "points",
+        "recognise",
         "resolution",
+        "reuse",
         "session",
         "turn_id",
     )
 
     def __init__(
         self,
+        turn_id: int,
         key: ConversationKey,
-        begin: lease_pb2.BeginTurn,
+        points: Sequence[bytes],
+        recognise: bool,
+        reuse: bool,
         on_retained: Callable[[Retained], None] | None,
         asked_ns: int,
     ) -> None:
-        self.turn_id: int = begin.turn_id
+        self.turn_id = turn_id
         self.key = key
+        self.points = points
+        self.recognise = recognise
+        self.reuse = reuse
         self.conversation_id = key.conversation_id
         self.number = 0
         self.resolution: Resolution | None = None
         self.on_resolved: Callable[[], None] | None = None
         """Called once `resolution` is there."""
         self.on_retained = on_retained
-        self.begin = begin
         self.asked_ns = asked_ns
         self.session = 0
         """Number of the session in which it was told last."""
@@ -105,8 +114,7 @@ class SessionTurns:
         """Reason of the last refusal of a turn, empty if there was none."""
         self._router_id = router_id
         self._deadline_ns = question_deadline_ms * 1_000_000
-        self._grant_wait = duration_pb2.Duration()
-        self._grant_wait.FromNanoseconds(round(self._deadline_ns * _GRANT_WAIT_SHARE))
+        self._grant_wait_ms = round(question_deadline_ms * _GRANT_WAIT_SHARE)
         self._verdict = Verdict.LEASE_SERVICE_UNREACHABLE
         self._last_id = 0
         self._session = 0
@@ -115,8 +123,7 @@ class SessionTurns:
         self._turns: dict[int, SessionTurn] = {}
         self._waiting: deque[SessionTurn] = deque()
         self._begins: dict[int, SessionTurn] = {}
-        self._ends: list[lease_pb2.EndTurn] = []
-        self._ended: dict[int, SessionTurn] = {}
+        self._ends: list[bytes] = []
 
     def __len__(self) -> int:
         """Turns in flight."""
@@ -136,17 +143,9 @@ class SessionTurns:
     ) -> SessionTurn:
         """Takes a turn that begins; `end` must follow. As `RouterSession.begin`."""
         self._last_id += 1
-        begin = lease_pb2.BeginTurn(
-            turn_id=self._last_id,
-            conversation=common_pb2.ConversationKey(
-                tenant=key.tenant, model=key.model, conversation_id=key.conversation_id
-            ),
-            recognise=recognise,
-            points=points[:POINTS_MAX],
-            wait=self._grant_wait if reuse else None,
-            reuse=reuse,
+        turn = SessionTurn(
+            self._last_id, key, points[:POINTS_MAX], recognise, reuse, on_retained, now_ns
         )
-        turn = SessionTurn(key, begin, on_retained, now_ns)
         self._turns[turn.turn_id] = turn
         if self._open:
             self._begins[turn.turn_id] = turn
@@ -158,10 +157,8 @@ class SessionTurns:
             self._waiting.append(turn)
         return turn
 
-    def end(
-        self, turn: SessionTurn, *, retains: bool, report: common_pb2.TurnReport | None
-    ) -> None:
-        """Takes the end of a turn; a second one changes nothing."""
+    def end(self, turn: SessionTurn, *, retains: bool, report: TurnReport | None) -> None:
+        """Takes the end of a turn, as `RouterSession.end`; a second one changes nothing."""
         if self._turns.pop(turn.turn_id, None) is None:
             return
         if turn.resolution is None:
@@ -171,11 +168,8 @@ class SessionTurns:
             return  # Nobody has heard of it.
         if not self._open or turn.session != self._session:
             return  # It ended with the session in which it was told.
-        self._ends.append(lease_pb2.EndTurn(turn_id=turn.turn_id, retains=retains, report=report))
-        if retains and turn.on_retained is not None:
-            self._ended[turn.turn_id] = turn
-            if len(self._ended) > ENDED_MAX:
-                del self._ended[next(iter(self._ended))]
+        told = None if report is None else turn_report(turn.conversation_id, report)
+        self._ends.append(end_turn(turn.turn_id, retains=retains, report=told))
 
     def expire(self, now_ns: int) -> int | None:
         """Ends the waits that are over.
@@ -204,8 +198,8 @@ class SessionTurns:
 
     # --- the stream's side ------------------------------------------------------------------------
 
-    def open(self) -> lease_pb2.RouterSessionRequest:
-        """Begins a session; returns its first message.
+    def open(self) -> bytes:
+        """Begins a session; returns its first message, a RouterSessionRequest.
 
         Turns that still wait for an answer are asked again, the others are told.
         """
@@ -213,20 +207,31 @@ class SessionTurns:
         self._open = True
         self._begins.clear()
         self._ends.clear()
-        hello = lease_pb2.RouterHello(router_id=self._router_id)
-        request = lease_pb2.RouterSessionRequest(hello=hello)
+        asked: list[bytes] = []
+        in_flight: list[bytes] = []
         for turn in self._turns.values():
-            turn.session = self._session
-            asks = turn.resolution is None
-            (request.begin_turns if asks else request.hello.turns_in_flight).append(turn.begin)
-        return request
+            (asked if turn.resolution is None else in_flight).append(self._told(turn))
+        return session_request(asked, (), router_hello(self._router_id, in_flight))
+
+    def _told(self, turn: SessionTurn) -> bytes:
+        turn.session = self._session
+        key = turn.key
+        if turn.conversation_id != key.conversation_id:
+            key = key._replace(conversation_id=turn.conversation_id)  # it is final
+        return begin_turn(
+            turn.turn_id,
+            key,
+            recognise=turn.recognise,
+            points=turn.points,
+            wait_ms=self._grant_wait_ms if turn.reuse else 0,
+            reuse=turn.reuse,
+        )
 
     def close(self) -> None:
         """The session ended. Turns that wait go on waiting: the next one may come in time."""
         self._open = False
         self._begins.clear()
         self._ends.clear()
-        self._ended.clear()
 
     def nobody_answers(self, verdict: Verdict) -> None:
         """There is nobody to ask: no turn waits until a session has begun."""
@@ -237,15 +242,11 @@ class SessionTurns:
             if turn.resolution is None:
                 _resolve(turn, Resolution(verdict))
 
-    def take(self) -> lease_pb2.RouterSessionRequest | None:
-        """Returns what is to be said now, None if nothing is."""
+    def take(self) -> bytes | None:
+        """Returns what is to be said now, a RouterSessionRequest, None if nothing is."""
         if not self._begins and not self._ends:
             return None
-        for turn in self._begins.values():
-            turn.session = self._session
-        request = lease_pb2.RouterSessionRequest(
-            begin_turns=[turn.begin for turn in self._begins.values()], end_turns=self._ends
-        )
+        request = session_request(map(self._told, self._begins.values()), self._ends)
         self._begins.clear()
         self._ends.clear()
         return request
@@ -272,10 +273,8 @@ class SessionTurns:
                 _resolve(turn, Resolution(Verdict.LEASE_SERVICE_UNREACHABLE))
             return
         turn.number = begun.turn
-        if begun.conversation_id and begun.conversation_id != turn.conversation_id:
+        if begun.conversation_id:
             turn.conversation_id = begun.conversation_id
-            # In the next session it is final.
-            turn.begin.conversation.conversation_id = begun.conversation_id
         if turn.resolution is None:
             _resolve(turn, self._resolution(begun))
 
@@ -295,7 +294,7 @@ class SessionTurns:
         )
 
     def _on_retained(self, retained: lease_pb2.TurnRetained) -> None:
-        turn = self._turns.get(retained.turn_id) or self._ended.pop(retained.turn_id, None)
+        turn = self._turns.get(retained.turn_id)
         if turn is not None and turn.on_retained is not None:
             turn.on_retained(
                 Retained(retained.token_count, retained.prompt_tokens, retained.local_cached_tokens)

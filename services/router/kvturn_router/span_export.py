@@ -21,7 +21,7 @@ from opentelemetry.sdk.trace.export import SpanExportResult
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
 from opentelemetry.trace import SpanContext
 
-from kvturn_router.span_wire import field
+from kvturn_router.proto_wire import field
 
 logger = logging.getLogger("kvturn.router.telemetry")
 

@@ -15,6 +15,8 @@ from typing import Final
 
 import msgspec
 
+from kvturn_router.proto_wire import field, varint
+
 Attribute = str | int | float
 Attributes = Mapping[str, Attribute]
 
@@ -95,23 +97,3 @@ def _name(name: str) -> bytes:
 
 def _failed(fault: str) -> bytes:
     return field(b"\x7a", field(b"\x12", fault.encode(errors="replace")) + b"\x18\x02")
-
-
-def field(tag: bytes, value: bytes) -> bytes:
-    """Returns a field whose value has a length: text, bytes or a message."""
-    size = len(value)
-    return b"%b%c%b" % (tag, size, value) if size < 128 else tag + varint(size) + value
-
-
-def varint(number: int) -> bytes:
-    """Returns a number, at least 0, in as few bytes as it takes."""
-    if number < 128:
-        return b"%c" % number
-    if number < 16_384:
-        return b"%c%c" % (number & 127 | 128, number >> 7)
-    digits = bytearray()
-    while number > 127:
-        digits.append(number & 127 | 128)
-        number >>= 7
-    digits.append(number)
-    return bytes(digits)

@@ -9,8 +9,8 @@ from kvturn_router.conversation import TurnReport
 from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
 
-_VERDICTS: Final = {verdict: proto_verdict(verdict) for verdict in Verdict}
-_PLANS: Final = {
+VERDICTS: Final = {verdict: proto_verdict(verdict) for verdict in Verdict}
+PLANS: Final = {
     name.removeprefix("PLAN_KIND_").lower(): cast("common_pb2.PlanKind", number)
     for name, number in common_pb2.PlanKind.items()
     if number != common_pb2.PLAN_KIND_UNSPECIFIED
@@ -22,7 +22,7 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
     return common_pb2.TurnReport(
         conversation_id=conversation_id,
         turn=report.turn,
-        verdict=_VERDICTS[report.verdict],
+        verdict=VERDICTS[report.verdict],
         prompt_tokens=report.prompt_tokens,
         reused_tokens=report.reused_tokens,
         local_tokens=report.local_tokens,
@@ -32,7 +32,7 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
         output_tokens=report.output_tokens,
         prefill_engine=report.prefill_engine,
         decode_engine=report.decode_engine,
-        plan=_PLANS.get(report.plan),
+        plan=PLANS.get(report.plan),
         first_byte_time=duration(report.first_byte_ms) if report.first_byte_ms else None,
     )
 
@@ -67,4 +67,4 @@ def _milliseconds(message: duration_pb2.Duration) -> float:
 
 
 def _plan_word(number: int) -> str:
-    return next((word for word, known in _PLANS.items() if known == number), "")
+    return next((word for word, known in PLANS.items() if known == number), "")
