@@ -123,6 +123,52 @@ async def test_a_connection_serves_request_after_request_and_those_sent_ahead():
         assert (await client.answer()).json == {"status": "ok"}
 
 
+async def test_requests_with_the_head_of_the_one_before_are_read_as_that_was():
+    """Longer, in two pieces, three at once, too long, in another name: each is what it says."""
+    bodies = [json.dumps(turn_body(user="x" * size)).encode() for size in (1, 7, 300, 2, 40, 1)]
+    async with router("--max-body-mb=1") as rig:
+        client = await rig.client()
+        for body in bodies[:2]:
+            await client.send("POST", CHAT, body)
+            assert (await client.answer()).status == 200
+        first, second = bodies[2][:250], bodies[2][250:]
+        client.writer.write(_plain_head(len(bodies[2])) + first)
+        await rig.until(lambda: any(one._reading for one in rig.server._listener.connections))
+        client.writer.write(second)
+        assert (await client.answer()).status == 200
+        client.writer.write(b"".join(_plain_head(len(body)) + body for body in bodies[3:]))
+        for _ in bodies[3:]:
+            assert (await client.answer()).status == 200
+        await client.send("POST", CHAT, bodies[0], [("X-Conversation-Id", "other")])
+        assert (await client.answer()).headers["x-kvturn-conversation"] == "other"
+        await client.send("POST", CHAT, bodies[1])
+        assert (await client.answer()).headers["x-kvturn-conversation"] != "other"
+        sent = [turn.json["user"] for turn in rig.decode.turns]
+        assert [len(user) for user in sent] == [1, 7, 300, 2, 40, 1, 1, 7]
+        await client.send("POST", CHAT, json.dumps(turn_body(user="x" * (1 << 20))).encode())
+        assert (await client.answer()).status == 413
+
+
+@pytest.mark.parametrize("length", [b"+2", b"2, 2", b"", b"2\r\ncontent-length: 3", b"0x2"])
+async def test_a_length_that_is_none_is_refused_after_a_head_that_was_right(length):
+    """The head is that of the request before, but for the digits of its length."""
+    async with router() as rig:
+        client = await rig.client()
+        await client.send("POST", CHAT, BODY)
+        assert (await client.answer()).status == 200
+        client.writer.write(_plain_head(0).replace(b": 0", b": " + length) + b"{}")
+        assert (await client.answer()).status == 400
+        assert len(rig.decode.turns) == 1
+
+
+def _plain_head(length: int) -> bytes:
+    """Returns the head that the harness sends."""
+    return (
+        b"POST %b HTTP/1.1\r\nhost: router\r\ncontent-length: %d\r\n"
+        b"content-type: application/json\r\n\r\n"
+    ) % (CHAT.encode(), length)
+
+
 async def test_a_client_that_asks_to_close_is_closed():
     """Connection: close, and HTTP/1.0, end the connection after the answer."""
     async with router() as rig:

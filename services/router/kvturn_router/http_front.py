@@ -181,7 +181,7 @@ class HttpFront:
 
     def _turn(self, answer: HttpAnswer, request: HttpRequest, path: str) -> None:
         _require_json(request)
-        turn = self._intake.turn(path, request.body, request.headers)
+        turn = self._intake.turn(path, request.body, request.headers, memo=request.memo)
         request.body = b""
         self._gate.enter()
         task = answer.loop.create_task(self._serve_turn(answer, turn))

@@ -72,6 +72,24 @@ class TurnRequest(msgspec.Struct):
     response: ResponseName | None = None
 
 
+class Sender(msgspec.Struct, frozen=True):
+    """What the headers of a request say, as in TurnRequest.
+
+    `tenant` is who it comes from where no keys are asked for, `conversation`
+    what X-Conversation-Id names, None if it was not sent, `session` what a
+    session header does, "" if none was.
+    """
+
+    tenant: str
+    authorization: bytes | None
+    passed_on: list[tuple[bytes, bytes]]
+    trace: TraceContext | None
+    request_id: str | None
+    reuse: bool
+    conversation: str | None
+    session: str
+
+
 def tenant_of(headers: Mapping[str, str], tenant_header: str | None) -> str:
     """Returns who a request comes from, "" if nothing says.
 
@@ -118,6 +136,23 @@ class Intake:
         own = headers.get("authorization") if self.keys is None else None
         return own.encode("latin-1") if own else None
 
+    def _sender(self, headers: Mapping[str, str]) -> Sender:
+        header = headers.get("x-conversation-id")
+        return Sender(
+            tenant="" if self.keys is not None else tenant_of(headers, self.tenant_header),
+            authorization=self.authorization(headers),
+            passed_on=[
+                (name.encode(), headers[name].encode("latin-1"))
+                for name in _PASSED_ON
+                if name in headers
+            ],
+            trace=trace_context(headers.get("traceparent")),
+            request_id=client_request_id(headers),
+            reuse=_reuse_of(headers),
+            conversation=None if header is None else _text("X-Conversation-Id", header),
+            session=session_of(headers, self.session_headers),
+        )
+
     def turn(
         self,
         path: str,
@@ -127,14 +162,22 @@ class Intake:
         conversation_id: str = "",
         scope: str = "",
         stream: bool | None = None,
+        memo: dict[str, object] | None = None,
     ) -> TurnRequest:
         """Returns the turn that a body asks for.
 
         `headers` have lower-case names. `conversation_id`, `scope` and `stream`
-        are what the transport says itself, over what the body says. Raises
-        TurnError 400 naming what is wrong.
+        are what the transport says itself, over what the body says. `memo` is
+        kept with these very headers: they are read once. Raises TurnError 400
+        naming what is wrong.
         """
-        tenant = self.tenant(headers)
+        named_tenant = None if self.keys is None else self.keys.name_of(headers)
+        sender = None if memo is None else memo.get("sender")
+        if not isinstance(sender, Sender):
+            sender = self._sender(headers)
+            if memo is not None:
+                memo["sender"] = sender
+        tenant = sender.tenant if named_tenant is None else named_tenant
         members = parse(body)
         model = _model_of(members)
         if path == CHAT:
@@ -150,45 +193,35 @@ class Intake:
             members["stream"] = b"true" if stream else b"false"
             if not stream:
                 members.pop("stream_options", None)
-        named = self._naming(members, headers, conversation_id, scope)
+        named = _naming(members, sender, conversation_id, scope)
         response = None if path != RESPONSES else _previous(members, tenant)
         if response is not None and not named.conversation_id:
             named = Naming(response.conversation_id, "")
         return TurnRequest(
-            path=path,
-            members=members,
-            stream=streamed if stream is None else stream,
-            alone=responses_need_decode_alone(members)
+            path,
+            members,
+            streamed if stream is None else stream,
+            responses_need_decode_alone(members)
             if path == RESPONSES
             else needs_decode_alone(members, path),
-            reuse=_reuse_of(headers),
-            key=ConversationKey(tenant, model, named.conversation_id or self.mint(named.scope)),
-            authorization=self.authorization(headers),
-            passed_on=[
-                (name.encode(), headers[name].encode("latin-1"))
-                for name in _PASSED_ON
-                if name in headers
-            ],
-            trace=trace_context(headers.get("traceparent")),
-            request_id=client_request_id(headers),
+            sender.reuse,
+            ConversationKey(tenant, model, named.conversation_id or self.mint(named.scope)),
+            sender.authorization,
+            sender.passed_on,
+            sender.trace,
+            sender.request_id,
             client_wants_token_ids=given_flag(members, "return_token_ids"),
             recognise=not named.conversation_id,
             scope=named.conversation_id or named.scope,
             response=response,
         )
 
-    def _naming(
-        self, members: Members, headers: Mapping[str, str], conversation_id: str, scope: str
-    ) -> Naming:
-        header = headers.get("x-conversation-id")
-        named = naming_of(
-            members,
-            None if header is None else _text("X-Conversation-Id", header),
-            session_of(headers, self.session_headers),
-        )
-        if conversation_id:
-            return Naming(checked_name("conversation_id", conversation_id), "")
-        return Naming("", checked_name("scope", scope)) if scope else named
+
+def _naming(members: Members, sender: Sender, conversation_id: str, scope: str) -> Naming:
+    named = naming_of(members, sender.conversation, sender.session)
+    if conversation_id:
+        return Naming(checked_name("conversation_id", conversation_id), "")
+    return Naming("", checked_name("scope", scope)) if scope else named
 
 
 def _text(name: str, value: str) -> str:
