@@ -85,6 +85,30 @@ def test_idle_engines_take_turns():
     assert given == list("abcabc")
 
 
+def test_engines_that_are_only_counted_stand_in_the_same_order():
+    """Lines that are drawn up when somebody asks are those of one who did at each change."""
+    dice = random.Random(11)
+    told: Loads[Stub] = Loads()
+    counted: Loads[Stub] = Loads()
+    engines = [Stub(str(number)) for number in range(6)]
+    for one in engines:
+        told.add(one)
+        counted.add(one)
+    for _ in range(20_000):
+        one = dice.choice(engines)
+        if dice.random() < 0.1:
+            one.open = not one.open
+            told.changed(one)
+            counted.changed(one)
+        else:
+            one.in_flight += dice.choice((1, -1)) if one.in_flight else 1
+            told.changed(one)
+            counted.counted(one)
+        if dice.random() < 0.3:
+            tried = dice.sample(engines, dice.choice((0, 0, 2)))
+            assert counted.least(tried) is told.least(tried)
+
+
 def test_whoever_waits_hears_when_an_engine_opens_or_closes():
     """Not when one that is open all along is given less to do."""
     loads: Loads[Stub] = Loads()

@@ -122,12 +122,19 @@ class Engine:
         """Counts a request that it is given; `end` must follow."""
         self.in_flight += 1
         self.served += 1
-        self.changed()
+        self._count()
 
     def end(self) -> None:
         """Counts a request that it has answered, or that was given up."""
         self.in_flight -= 1
-        self.changed()
+        self._count()
+
+    def _count(self) -> None:
+        if self._in_flight_max is None:
+            for loads in self.loads:
+                loads.counted(self)
+        else:
+            self.changed()
 
     def changed(self) -> None:
         """Must be called after any change of `draining` or of its health."""

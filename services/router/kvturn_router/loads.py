@@ -36,6 +36,8 @@ class Loads(Iterable[E]):
         self._engines: dict[E, int | None] = {}
         self._lines: dict[int, dict[E, None]] = {}
         self._least = 0
+        # Engines that have come to another number and are not in its line yet, in that order.
+        self._counted: dict[E, None] = {}
 
     def __len__(self) -> int:
         return len(self._engines)
@@ -55,13 +57,26 @@ class Loads(Iterable[E]):
 
     def remove(self, engine: E) -> None:
         """Gives it no turn any more."""
+        self._counted.pop(engine, None)
         line = self._engines.pop(engine, None)
         if line is not None:
             self._leave(engine, line)
             self.turned()
 
+    def counted(self, engine: E) -> None:
+        """Must be called after each change of an engine's `in_flight` that leaves `open` as it is.
+
+        It changes lines when somebody asks: most engines are given a turn and
+        have answered another by then.
+        """
+        counted = self._counted
+        counted.pop(engine, None)
+        counted[engine] = None
+
     def changed(self, engine: E) -> None:
-        """Must be called after each change of an engine's `in_flight` or `open`."""
+        """Must be called after each other change of an engine's `in_flight` or `open`."""
+        if self._counted:
+            self._line_up()
         if engine not in self._engines:
             return
         line = self._engines[engine]
@@ -72,9 +87,7 @@ class Loads(Iterable[E]):
             self._leave(engine, line)
         self._engines[engine] = now
         if now is not None:
-            if not self._lines or now < self._least:
-                self._least = now
-            self._lines.setdefault(now, {})[engine] = None
+            self._join(engine, now)
         if (now is None) != (line is None):
             self.turned()
 
@@ -84,6 +97,8 @@ class Loads(Iterable[E]):
         Of equals, the one that has not been given one for longest. Leaves out
         `tried`.
         """
+        if self._counted:
+            self._line_up()
         if not self._lines:
             return None
         if not tried:
@@ -93,6 +108,25 @@ class Loads(Iterable[E]):
                 if engine not in tried:
                     return engine
         return None
+
+    def _line_up(self) -> None:
+        engines = self._engines
+        for engine in self._counted:
+            line = engines.get(engine)
+            if line is not None:
+                self._leave(engine, line)
+                engines[engine] = engine.in_flight
+                self._join(engine, engine.in_flight)
+        self._counted.clear()
+
+    def _join(self, engine: E, number: int) -> None:
+        lines = self._lines
+        if not lines or number < self._least:
+            self._least = number
+        if number in lines:
+            lines[number][engine] = None
+        else:
+            lines[number] = {engine: None}
 
     def _leave(self, engine: E, number: int) -> None:
         line = self._lines[number]
