@@ -1,6 +1,7 @@
 """Starts one router: `kvturn router` or `python -m kvturn_router`."""
 
 import asyncio
+import ctypes
 import gc
 import logging
 import os
@@ -59,6 +60,9 @@ EXIT_USAGE = 2
 _FAULTS_MAX = 5
 """Turns in a row that an engine fails until it is out for a while."""
 _GOLDEN_RATIO = 0.618034
+# glibc's numbers for settings of malloc.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
 
 
 def boottime_ns() -> int:
@@ -152,6 +156,7 @@ async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bo
     server = compose(config, telemetry, shares_ports=shares_ports)
     await server.start()
     _collect_rarely()
+    _keep_memory()
     grpc = ""
     if server.grpc_port is not None:
         grpc = f", grpc {address_of(config.host, server.grpc_port)}"
@@ -170,6 +175,15 @@ def _collect_rarely() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
+
+
+def _keep_memory() -> None:
+    # glibc maps each block of 128 KB anew and gives free memory back at once, so that a long body
+    # would be copied into fresh pages each time, which takes longer than the copies themselves.
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
+        libc.mallopt(_M_TRIM_THRESHOLD, 64 << 20)
 
 
 def compose(

@@ -87,9 +87,8 @@ class Legs:
         on a new one and under a new id. `sent` is called with each exchange as
         soon as its request is on the way. Raises EngineFault.
         """
-        body = b"".join(parts)
         for fresh in (False, True):
-            wire = self._wire(engine, request, path, body, span)
+            wire = self._wire(engine, request, path, parts, span)
             exchange = await engine.pool.send(wire, silence_s=silence_s, fresh=fresh)
             sent(exchange)
             try:
@@ -105,7 +104,12 @@ class Legs:
         raise AssertionError("the second attempt returns or raises")
 
     def _wire(
-        self, engine: Engine, request: TurnRequest, path: str, body: bytes, span: TurnSpan
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        path: str,
+        parts: Sequence[bytes],
+        span: TurnSpan,
     ) -> bytes:
         more = b""
         for header in request.passed_on:
@@ -115,17 +119,18 @@ class Legs:
             more += b"authorization: %b\r\n" % authorization
         if span.traceparent is not None:
             more += b"traceparent: %b\r\n" % span.traceparent.encode()
-        return (
+        head = (
             b"POST %b HTTP/1.1\r\n%b: %b\r\ncontent-type: application/json\r\n"
-            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n%b"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
         ) % (
             path.encode(),
             *engine.host_header,
             self._ids.next(),
             more,
-            len(body),
-            body,
+            sum(map(len, parts)),
         )
+        # Copied once, however long it is.
+        return b"".join([head, *parts])
 
 
 async def whole_body(exchange: Exchange, bytes_max: int = ANSWER_BYTES_MAX) -> bytes:
