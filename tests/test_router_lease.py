@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from router_harness import FakeLease, Rig, router, turn_body
-from stub_engine import CHAT, Reply, Seen
+from stub_engine import CHAT, COMPLETIONS, Reply, Seen
 
 from kvturn.v1 import common_pb2, lease_pb2
 
@@ -255,6 +255,29 @@ async def test_no_grant_is_announced_where_none_can_come():
         assert not rig.lease.turns_ended[0].retains
 
 
+ANSWERED = [
+    {"role": "user", "content": "What is the capital of France?"},
+    {"role": "assistant", "content": "Paris."},
+    {"role": "user", "content": "And of Italy?"},
+]
+
+
+async def test_equal_first_questions_are_not_taken_for_one_conversation():
+    """Any number of clients may begin with the same words; none takes another's KV for its own.
+
+    Once there is an answer in it, or where it is text without seams, the history decides.
+    """
+    async with router(lease=FakeLease()) as rig:
+        for members in ({}, {"session_id": "S"}):
+            for messages in (turn_body()["messages"], ANSWERED[:1], ANSWERED):
+                await rig.post(turn_body(messages=messages) | members)
+        await rig.post({"model": "m", "prompt": "Once upon a time"}, COMPLETIONS)
+        told = [begun.recognise for begun in rig.lease.begun]
+        assert told == [False, False, True, False, False, True, True]
+        first = [begun.conversation.conversation_id for begun in rig.lease.begun if begun.points]
+        assert len(set(first)) == len(first)
+
+
 async def test_the_id_that_the_service_recognised_is_the_turns():
     """No id was given: what the service says goes to engines, headers and reports."""
 
@@ -265,7 +288,7 @@ async def test_the_id_that_the_service_recognised_is_the_turns():
             return begun
 
     async with router(lease=Recognising()) as rig:
-        answer = await rig.post(turn_body())
+        answer = await rig.post(turn_body(messages=ANSWERED))
         begun = rig.lease.begun[0]
         assert begun.recognise
         assert begun.conversation.conversation_id.startswith("conv-")

@@ -15,9 +15,11 @@ that was recognised. A branch takes a turn
   client has its whole answer, only its end has not been told here;
 - while none of its turns is in flight, also one that parts from it later than
   from any other: an answer tried again, an edited or a compacted history. For a
-  conversation that the client named that is so whatever they have in common;
+  conversation that the client named that is so whatever they have in common: where
+  its first message was edited tokens may be equal far into it, and points are not;
   else the turn must be asked with the latest turn's history again, or from the
-  same answer on.
+  same answer on. Routers do not have a history without an answer in it recognised:
+  any number of clients may begin with the same words.
 
 A wrong guess costs reuse and nothing else, because tokens are compared before
 KV is used, and never crosses tenants. Nothing here does I/O or knows the time;

@@ -290,7 +290,7 @@ class _Turn:
         if forwarder.lease is not None:
             return await self._ask(forwarder.lease.session, reuse)
         if reuse and self._stock is not None:
-            request.key = self._stock.name(request, self._history.points)
+            request.key = self._stock.name(request, self._history)
         self._account.number = forwarder.book.begin_turn(request.key)
         if not request.reuse:
             return Resolution(Verdict.TURNED_OFF)
@@ -308,7 +308,7 @@ class _Turn:
         turn = self._session_turn = session.begin(
             request.key,
             self._history.points,
-            recognise=request.recognise,
+            recognise=request.recognise and self._history.goes_on,
             reuse=reuse,
             on_retained=self._on_retained,
         )

@@ -59,11 +59,14 @@ class History(msgspec.Struct, frozen=True):
     right before each answer in it, the latest first, last up to its first
     message; at most 20, none where it cannot be read. `prompt_bytes` is the
     size of its JSON, `new_bytes` of what comes after the last answer in it.
+    `goes_on` is false where there is no answer in it: then it goes on from no
+    turn, and an equal one may as well be another client's.
     """
 
     points: tuple[bytes, ...]
     prompt_bytes: int
     new_bytes: int
+    goes_on: bool = True
 
 
 class _Cuts(msgspec.Struct, frozen=True):
@@ -103,7 +106,8 @@ def history_of(members: Members, path: str, tenant: str, model: str, scope: str)
     if cuts is None:
         return History((), len(text), len(text))
     seed = "\0".join((tenant, model, scope, path)).encode("utf-8", "surrogatepass")
-    return History(_digests(seed, text, cuts), len(text), len(text) - cuts.new)
+    goes_on = bool(cuts.answers) or name == "prompt"
+    return History(_digests(seed, text, cuts), len(text), len(text) - cuts.new, goes_on)
 
 
 def _digests(seed: bytes, text: bytes, cuts: _Cuts) -> tuple[bytes, ...]:

@@ -1,7 +1,7 @@
 """Offers stock handles to turns, once each and only where tokens prove the prefix."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -11,6 +11,7 @@ from kvturn_router.body import joined
 from kvturn_router.conversation import ConversationKey
 from kvturn_router.engine_http import EngineFault
 from kvturn_router.fleet import Engine
+from kvturn_router.history import History
 from kvturn_router.intake import TurnRequest
 from kvturn_router.legs import Legs, whole_body
 from kvturn_router.prefill_answer import PrefillAnswer, ReadReport
@@ -50,11 +51,12 @@ class StockReuse:
         self._clock_ns = clock_ns
         self._warned = False
 
-    def name(self, request: TurnRequest, points: Sequence[bytes]) -> ConversationKey:
+    def name(self, request: TurnRequest, history: History) -> ConversationKey:
         """Returns the conversation that a turn which begins belongs to; `ended` must follow."""
-        named = self._recognition.name(request.key, request.recognise, points)
+        recognise = request.recognise and history.goes_on
+        named = self._recognition.name(request.key, recognise, history.points)
         key = request.key._replace(conversation_id=named.conversation_id)
-        self._recognition.began(key, points)
+        self._recognition.began(key, history.points)
         return key
 
     def ended(self, key: ConversationKey) -> None:
