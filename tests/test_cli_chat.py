@@ -1,14 +1,18 @@
 """The chat and the client under it, against a router that is a small fake of the HTTP contract."""
 
+import contextlib
 import http.server
 import json
+import ssl
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from certificates import Authority
 
 from kvturn_cli.chat import reuse_line
 from kvturn_cli.turn import RouterClient, read_report
@@ -97,7 +101,14 @@ class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
 @pytest.fixture
 def router() -> Iterator[FakeRouter]:
     """Runs the fake router."""
-    with FakeRouter() as server:
+    with running(FakeRouter()) as server:
+        yield server
+
+
+@contextlib.contextmanager
+def running(server: FakeRouter) -> Iterator[FakeRouter]:
+    """Runs a fake router until the block ends."""
+    with server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
         yield server
@@ -156,10 +167,11 @@ def test_headers_that_are_absent_or_broken_count_as_nothing() -> None:
     assert (result.verdict, result.prompt_tokens, result.read_ms) == ("", 0, 0.0)
 
 
-def chat(router_url: str, text: str) -> subprocess.CompletedProcess[str]:
+def chat(router_url: str, text: str, *flags: str) -> subprocess.CompletedProcess[str]:
     """Runs `kvturn chat` with piped input."""
+    command = [sys.executable, "-m", "kvturn_cli", "chat", "--url", router_url]
     return subprocess.run(
-        [sys.executable, "-m", "kvturn_cli", "chat", "--url", router_url, "--system", "Be kind."],
+        [*command, "--system", "Be kind.", *flags],
         input=text,
         capture_output=True,
         text=True,
@@ -204,3 +216,31 @@ def test_a_router_that_is_not_there_is_one_line() -> None:
     assert done.returncode == 1
     assert "no router at http://127.0.0.1:1; run kvturn up" in done.stderr
     assert done.stderr.count("\n") == 1
+
+
+def test_a_router_with_a_certificate_of_our_own_needs_its_authority(tmp_path: Path) -> None:
+    """Each mismatch is one line with the flag to set; with --ca the chat is held."""
+    ours = Authority(tmp_path)
+    pair = ours.issue()
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(pair.cert, pair.key)
+    server = FakeRouter()
+    server.socket = tls.wrap_socket(server.socket, server_side=True, do_handshake_on_connect=False)
+    plain, url = server.url, server.url.replace("http:", "https:")
+    with running(server):
+        for done, words in (
+            (chat(url, "hello\n"), f"the certificate of {url} is not trusted; give --ca FILE"),
+            (chat(plain, "hello\n"), "closes connections; if the router has --tls-cert, give"),
+            (chat(url, "hello\n", "--ca", "/nowhere"), "--ca /nowhere: cannot be used: No such"),
+        ):
+            assert words in done.stderr
+            assert done.returncode in (1, 2)
+            assert done.stderr.count("\n") == 1
+        assert "Hello there." in chat(url, "hello\n", "--ca", str(ours.ca)).stdout
+
+
+def test_a_model_that_is_not_served_is_refused_with_those_that_are(router: FakeRouter) -> None:
+    """Before anybody has typed a message."""
+    done = chat(router.url, "hello\n", "--model", "tiiny")
+    assert done.returncode == 1
+    assert done.stderr == f"kvturn chat: --model tiiny: {router.url} serves tiny\n"

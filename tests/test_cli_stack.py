@@ -17,6 +17,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from certificates import Authority
 
 from kvturn_cli.console import Silent
 from kvturn_cli.engine import (
@@ -147,7 +148,10 @@ def test_an_engine_that_ends_while_running_is_noticed(
         children = Path(f"/proc/{decode.id.pid}/task/{decode.id.pid}/children").read_text()
         os.kill(int(children.split()[0]), signal.SIGKILL)
         assert decode.id.wait(10)
-        with pytest.raises(StackError, match="decode-0 ended with status 137"):
+        with pytest.raises(
+            StackError,
+            match=r"decode-0 ended with status 137 \(killed by SIGKILL; out of memory\?\)",
+        ):
             stack.check_alive()
 
 
@@ -204,6 +208,35 @@ def test_what_cannot_start_is_refused_before_anything_starts(
         with pytest.raises(ConfigError, match=words) as caught:
             Stack(dataclasses.replace(config, **changes[fault]), Silent())  # type: ignore[arg-type]
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"router_args": ("--plan=fast",)}, "router would refuse its --router-arg: --plan 'fast'"),
+        ({"router_args": ("--prot=1",)}, "unrecognized arguments: --prot=1; did you mean --port?"),
+        ({"router_args": ("--port=1",)}, "--router-arg must not move the router; give --router-p"),
+        ({"lease_args": ("--idle=no",)}, r"lease would refuse its --lease-arg: --idle .* seconds"),
+        ({"lease_args": ("--host=::",)}, "--lease-arg must not move the lease service; give"),
+        ({"lease_args": ("TOKENS",)}, "--lease-arg: .* without TLS and tokens; start the parts"),
+        ({"router_args": ("TLS",)}, "--router-arg: kvturn up speaks without TLS with its router"),
+    ],
+)
+def test_arguments_of_services_are_refused_before_the_engines_start(
+    arguments: dict[str, tuple[str]], words: str, tmp_path: Path, fake_python: Path, model: Path
+) -> None:
+    """Not after the minute that engines take; and none that parts the stack from itself."""
+    pair = Authority(tmp_path).issue()
+    tokens = tmp_path / "tokens"
+    tokens.write_text("a-token-that-is-long\n")
+    spelt = {
+        "TOKENS": (f"--engine-tokens-file={tokens}", f"--router-tokens-file={tokens}"),
+        "TLS": (f"--tls-cert={pair.cert}", f"--tls-key={pair.key}"),
+    }
+    changes = {name: spelt.get(value[0], value) for name, value in arguments.items()}
+    config = dataclasses.replace(config_of(tmp_path, fake_python, model), lease=True, router=True)
+    with pytest.raises(ConfigError, match=words):
+        Stack(dataclasses.replace(config, **changes))  # type: ignore[arg-type]
 
 
 def settings_of(connector: Connector) -> EngineSettings:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,32 @@ async def test_errors_are_typed(streamed):
         assert (error.status, error.reason, error.retry_after_s) == (429, "ENGINE_REFUSED", 7)
         assert json.loads(error.body) == {"error": {"message": "too many"}}
         assert "too many" in str(error)
+
+
+async def test_a_router_that_cannot_be_reached_is_an_error_of_one_line(tmp_path: Path):
+    """Nobody listens; it speaks TLS and we do not; we do and it does not."""
+    ours = Authority(tmp_path)
+    pair, ca = ours.issue(), ours.ca.read_bytes()
+    flags = (f"--tls-cert={pair.cert}", f"--tls-key={pair.key}")
+
+    async def problem(target: str, **how: Any) -> str:
+        async with connect(target, **how) as own, own.conversation("m") as conversation:
+            with pytest.raises(RouterError) as error:
+                await conversation.complete(messages=[QUESTION], timeout_s=5)
+        assert (error.value.status, error.value.reason) == (503, "")
+        return str(error.value)
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        nobody = f"127.0.0.1:{taken.getsockname()[1]}"
+        assert await problem(nobody) == f"no router answers at {nobody}: Connection refused"
+    async with router(*flags, ready=False) as rig:
+        said = await problem(f"127.0.0.1:{rig.server.grpc_port}")
+        assert said.endswith("closes connections at once: if it has --tls-cert, set tls")
+    async with router() as rig:
+        tls = grpc.ssl_channel_credentials(ca)
+        said = await problem(f"127.0.0.1:{rig.server.grpc_port}", tls=tls)
+        assert "it speaks no TLS: leave tls out" in said
 
 
 async def test_an_error_within_a_stream_comes_after_its_chunks():

@@ -1,6 +1,7 @@
 """`kvturn chat`: a chat in the terminal that shows what each turn reused."""
 
 import contextlib
+import ssl
 import sys
 import uuid
 from collections.abc import Iterator
@@ -28,27 +29,51 @@ def main(argv: list[str]) -> int:
     add("--run-dir", type=Path, default=default_run_dir(), help="the run folder given to kvturn up")
     add("--model", default=None, help="model name; default: the first that the router serves")
     add("--api-key", default="", help="API key, sent as a bearer token")
+    add("--ca", type=Path, default=None, help="authorities of an https router; else the system's")
     add("--system", default="", help="system message")
     add("--max-tokens", type=positive, default=512, help="longest reply, tokens")
     args = parser.parse_args(argv)
     state = run_state.read(args.run_dir)
     url = args.url or (state.router_url if state and state.ready else DEFAULT_URL)
-    with RouterClient(url, args.api_key, TURN_TIMEOUT_S) as client:
+    try:
+        tls = None if args.ca is None else ssl.create_default_context(cafile=args.ca)
+    except OSError as error:  # ssl.SSLError is one, too
+        return fail(f"--ca {args.ca}: cannot be used: {error.strerror or error}", 2)
+    with RouterClient(url, args.api_key, TURN_TIMEOUT_S, tls) as client:
         try:
-            model = args.model or client.models()[0]
-        except openai.APIConnectionError:
-            return fail(f"no router at {url}; run kvturn up, or give --url")
-        except (openai.APIError, IndexError) as error:
-            return fail(f"{url} serves no model: {error}")
+            models = client.models()
+        except openai.APIConnectionError as error:
+            return fail(no_router(url, error))
+        except openai.AuthenticationError:
+            return fail(
+                f"{url} {'does not know' if args.api_key else 'needs'} an API key: --api-key"
+            )
+        except openai.APIError as error:
+            return fail(f"{url} tells no models: {error}")
+        model = args.model or next(iter(models), "")
+        if model not in models:
+            return fail(f"--model {model}: {url} serves {', '.join(models) or 'no model'}")
         chat = Chat(client, model, args.system, args.max_tokens, make_console())
         with client.kept_alive(model, chat.kept_conversation):
             return chat.run()
 
 
-def fail(message: str) -> int:
-    """Prints one line to stderr and returns exit code 1."""
+def fail(message: str, code: int = 1) -> int:
+    """Prints one line to stderr and returns the exit code."""
     print(f"kvturn chat: {message}", file=sys.stderr)
-    return 1
+    return code
+
+
+def no_router(url: str, error: openai.APIConnectionError) -> str:
+    """Returns what to say of a router that cannot be talked to."""
+    why = str(error.__cause__ or error)
+    if "CERTIFICATE_VERIFY_FAILED" in why:
+        return f"the certificate of {url} is not trusted; give --ca FILE, its authority's ({why})"
+    if "WRONG_VERSION_NUMBER" in why or "record layer failure" in why:
+        return f"{url} speaks no TLS; give http://"
+    if "disconnected without sending" in why or "ECONNRESET" in why:
+        return f"{url} closes connections; if the router has --tls-cert, give https:// and --ca"
+    return f"no router at {url}; run kvturn up, or give --url ({why})"
 
 
 def reuse_line(result: TurnResult) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Self
 
 LOG_TAIL_BYTES = 16_384
+SIGNALLED = 128
+"""What is added to the number of a signal that ended a command, as shells do."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,16 @@ class LeashedProcess:
     def status(self) -> int | None:
         """Returns the command's exit status, 128 + signal if one ended it; None while it runs."""
         return self._process.poll()
+
+    def ending(self) -> str:
+        """Returns how the command ended, in words; "" while it runs."""
+        status = self.status()
+        if status is None:
+            return ""
+        number = status - SIGNALLED
+        name = signal.Signals(number).name if number in set(signal.Signals) else ""
+        hint = "; out of memory?" if number == signal.SIGKILL else ""
+        return f"ended with status {status}" + (f" (killed by {name}{hint})" if name else "")
 
     def terminate(self) -> None:
         """Asks the command to stop; returns at once."""

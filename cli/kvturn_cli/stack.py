@@ -38,6 +38,8 @@ from kvturn_cli.engine import (
 )
 from kvturn_cli.ports import HOST, is_free, is_listening, pick_free
 from kvturn_cli.process import LeashedProcess
+from kvturn_lease import config as lease_config
+from kvturn_router import config as router_config
 
 POLL_S = 0.2
 PROBE_TIMEOUT_S = 2.0
@@ -148,6 +150,7 @@ class Stack:
         self.engine_ports = {engine.name: choose(engine.port) for engine in config.engines}
         self._side_channel_ports = {engine.name: choose(0) for engine in config.engines}
         self.served_model_name = config.served_model_name or config.model.resolve().name
+        self._check_services()
 
     # --- What runs -------------------------------------------------------------------------------
 
@@ -182,11 +185,10 @@ class Stack:
     def check_alive(self) -> None:
         """Raises StackError if a process has ended."""
         for process in self._processes:
-            status = process.status()
-            if status is not None:
+            ending = process.ending()
+            if ending:
                 raise StackError(
-                    f"{process.name} ended with status {status}: {process.last_line()[:300]}"
-                    f" (log: {process.log})"
+                    f"{process.name} {ending}: {process.last_line()[:300]} (log: {process.log})"
                 )
 
     # --- Start and stop --------------------------------------------------------------------------
@@ -243,12 +245,45 @@ class Stack:
         if self.config.lease:
             if self._etcd_ports is not None:
                 started.append(self._start_etcd(*self._etcd_ports))
-            args = ["--host", HOST, "--port", str(self.lease_port), *self._otlp_args()]
-            args += [*self._store_args(), *self.config.lease_args]
-            started.append(self._start_ours("lease", args, self.lease_port))
+            started.append(self._start_ours("lease", self._lease_args(), self.lease_port))
         return started
 
-    def _start_router(self) -> _Waiting:
+    def _check_services(self) -> None:
+        """Raises ConfigError for what a service would refuse when its turn comes.
+
+        So the engines, which take a minute, are not started in vain.
+        """
+        environment = process_environment()
+        if self.config.lease:
+            try:
+                lease = lease_config.parse_config(self._lease_args(), environment)
+            except lease_config.ConfigError as error:
+                raise ConfigError(f"kvturn lease would refuse its --lease-arg: {error}") from None
+            if (lease.host, lease.port) != (HOST, self.lease_port):
+                raise ConfigError("--lease-arg must not move the lease service; give --lease-port")
+            if lease.tls is not None or lease.token_files:
+                raise ConfigError(
+                    "--lease-arg: what kvturn up starts calls its lease service without TLS and"
+                    " tokens; start the parts one by one for those"
+                )
+        if self.config.router:
+            try:
+                router = router_config.parse_config(self._router_args(), environment)
+            except router_config.ConfigError as error:
+                raise ConfigError(f"kvturn router would refuse its --router-arg: {error}") from None
+            if (router.host, router.port) != (HOST, self.router_port):
+                raise ConfigError("--router-arg must not move the router; give --router-port")
+            if router.tls is not None:
+                raise ConfigError(
+                    "--router-arg: kvturn up speaks without TLS with its router; start the parts"
+                    " one by one for that"
+                )
+
+    def _lease_args(self) -> list[str]:
+        args = ["--host", HOST, "--port", str(self.lease_port), *self._otlp_args()]
+        return [*args, *self._store_args(), *self.config.lease_args]
+
+    def _router_args(self) -> list[str]:
         args = ["--host", HOST, "--port", str(self.router_port), "--grpc-port", str(self.grpc_port)]
         for role in ("prefill", "decode"):
             for url in self.engine_urls(role):
@@ -256,8 +291,10 @@ class Stack:
         if self.config.lease:
             args += ["--lease", self.lease_address]
             args += ["--question-deadline-ms", str(self.config.question_deadline_ms)]
-        args += [*self._otlp_args(), *self.config.router_args]
-        waiting = self._start_ours("router", args, self.router_port)
+        return [*args, *self._otlp_args(), *self.config.router_args]
+
+    def _start_router(self) -> _Waiting:
+        waiting = self._start_ours("router", self._router_args(), self.router_port)
         return _Waiting(
             waiting.process, lambda: http_ok(f"{self.router_url}/ready"), self.router_url
         )

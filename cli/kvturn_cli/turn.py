@@ -1,6 +1,7 @@
 """One chat turn through a router, as a client sees it: the reply, the time, the reuse."""
 
 import contextlib
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,8 +85,13 @@ def read_report(
 class RouterClient:
     """Talks to one router with the `openai` client, never through a proxy."""
 
-    def __init__(self, url: str, api_key: str, timeout_s: float) -> None:
-        """`url` is the router's base URL without /v1; `timeout_s` bounds each request."""
+    def __init__(
+        self, url: str, api_key: str, timeout_s: float, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`url` is the router's base URL without /v1; `timeout_s` bounds each request.
+
+        `tls` judges the certificate of an https router; None: by the system's authorities.
+        """
         self._url = url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
@@ -95,7 +101,10 @@ class RouterClient:
                 request.headers.pop("Authorization", None)
 
         self._http = openai.DefaultHttpxClient(
-            trust_env=False, timeout=timeout_s, event_hooks={"request": [drop_key]}
+            trust_env=False,
+            timeout=timeout_s,
+            event_hooks={"request": [drop_key]},
+            verify=True if tls is None else tls,
         )
         self._openai = openai.OpenAI(
             base_url=f"{self._url}/v1",

@@ -27,6 +27,7 @@ import grpc
 import grpc.aio
 
 from kvturn.lease_channels import error_info
+from kvturn.tls import connection_problem
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 
 if TYPE_CHECKING:
@@ -142,7 +143,7 @@ async def connect(
     else:
         channel = grpc.aio.secure_channel(target, tls, options=_OPTIONS)
     try:
-        yield RouterClient(channel, sent)
+        yield RouterClient(channel, sent, target=target, tls=tls is not None)
     finally:
         await channel.close(None)
 
@@ -150,10 +151,22 @@ async def connect(
 class RouterClient:
     """Calls of one router; `connect` makes it."""
 
-    def __init__(self, channel: grpc.aio.Channel, metadata: Sequence[tuple[str, str]] = ()) -> None:
-        """The channel remains its maker's to close."""
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        metadata: Sequence[tuple[str, str]] = (),
+        *,
+        target: str = "",
+        tls: bool = False,
+    ) -> None:
+        """The channel remains its maker's to close.
+
+        `target` and `tls` say where it leads and how, for errors.
+        """
         self.stub = cast("RouterServiceAsyncStub", router_pb2_grpc.RouterServiceStub(channel))
         self.metadata = tuple(metadata)
+        self._target = target
+        self._tls = tls
 
     def conversation(
         self,
@@ -185,7 +198,7 @@ class RouterClient:
     async def turns(self, model: str, conversation_id: str) -> list[common_pb2.TurnReport]:
         """Returns the latest turns of a conversation, oldest first. Raises RouterError."""
         request = router_pb2.GetConversationRequest(conversation_id=conversation_id, model=model)
-        with _errors():
+        with self.errors():
             answer = await self.stub.GetConversation(
                 request, timeout=CALL_TIMEOUT_S, metadata=self.metadata
             )
@@ -196,7 +209,7 @@ class RouterClient:
         request = router_pb2.RouterServiceEndConversationRequest(
             conversation_id=conversation_id, model=model
         )
-        with _errors():
+        with self.errors():
             answer = await self.stub.EndConversation(
                 request, timeout=CALL_TIMEOUT_S, metadata=self.metadata
             )
@@ -214,11 +227,29 @@ class RouterClient:
         )
         if absence_s is not None:
             request.absence.FromMicroseconds(round(absence_s * 1e6))
-        with _errors():
+        with self.errors():
             answer = await self.stub.KeepConversationAlive(
                 request, timeout=CALL_TIMEOUT_S, metadata=self.metadata
             )
         return answer.kept.ToMicroseconds() / 1e6
+
+    @contextlib.contextmanager
+    def errors(self) -> Iterator[None]:
+        """Turns what gRPC raises into RouterError."""
+        try:
+            yield
+        except grpc.aio.AioRpcError as error:
+            raise self._error(error) from None
+
+    def _error(self, error: grpc.aio.AioRpcError) -> RouterError:
+        said = _router_error(error)
+        where = f" at {self._target}" if self._target else ""
+        if not said.reason and said.code is grpc.StatusCode.UNAVAILABLE:
+            why = connection_problem(str(said), ("tls", "tls", "tls"), tls=self._tls)
+            said.args = (f"no router answers{where}: {why}",)
+        elif not said.reason and said.code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            said.args = (f"the router{where} has not answered in time",)
+        return said
 
 
 class Conversation:
@@ -259,7 +290,7 @@ class Conversation:
         `body` is OpenAI's, of a chat (`messages`) or of a text (`prompt`); `model` is set here.
         """
         request = router_pb2.CompleteRequest(**self._request(body))
-        with self._turn(), _errors():
+        with self._turn(), self._client.errors():
             answer = await self._client.stub.Complete(
                 request,
                 timeout=self._turn_timeout_s if timeout_s is None else timeout_s,
@@ -412,7 +443,7 @@ class ChatStream:
 
     async def _next_part(self) -> router_pb2.ChatResponse | None:
         try:
-            with _errors():
+            with self._conversation._client.errors():
                 return await anext(self._parts, None)
         except asyncio.CancelledError:
             task = asyncio.current_task()
@@ -445,15 +476,6 @@ class ChatStream:
             self._over = True
             self._conversation._streams.discard(self)
             self._conversation._finish()
-
-
-@contextlib.contextmanager
-def _errors() -> Iterator[None]:
-    """Turns what gRPC raises into RouterError."""
-    try:
-        yield
-    except grpc.aio.AioRpcError as error:
-        raise _router_error(error) from None
 
 
 def _router_error(error: grpc.aio.AioRpcError) -> RouterError:

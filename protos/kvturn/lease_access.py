@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import grpc.aio
 
-from kvturn.tls import ClientTls, TlsFiles
+from kvturn.tls import ClientTls, TlsFiles, connection_problem
 from kvturn.watched import FileFault, Watched, read_file
 
 if TYPE_CHECKING:
@@ -60,27 +60,8 @@ class LeaseAccess:
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return "it is silent"
         if code is grpc.StatusCode.UNAVAILABLE:
-            return self._no_connection(details)
+            return connection_problem(details, self._settings[:3], tls=self._tls is not None)
         return f"it answered {code.name}: {details}"
-
-    def _no_connection(self, details: str) -> str:
-        """gRPC's details are a chain of causes, the last one the telling one."""
-        ours = self._settings
-        last = details.removesuffix(": OK").rpartition(": ")[2]
-        if "WRONG_VERSION_NUMBER" in details:
-            return f"it speaks no TLS: leave {ours.ca} out, or set --tls-cert and --tls-key there"
-        if "CERTIFICATE_VERIFY_FAILED" in details:
-            return f"its certificate is not to be trusted by {ours.ca}: {last}"
-        if "Hostname Verification" in details:
-            return "its certificate does not name the address at which we call it"
-        if last == "Socket closed" and self._tls is None:
-            return f"it closes connections at once: if it has --tls-cert, set {ours.ca}"
-        if last == "Socket closed":
-            return (
-                "it closes TLS connections at once: if it has --tls-client-ca, "
-                f"it must trust what {ours.cert} and {ours.key} hold"
-            )
-        return last or "no connection"
 
 
 def lease_access(

@@ -112,6 +112,30 @@ class ClientTls:
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 
+def connection_problem(details: str, settings: tuple[str, str, str], *, tls: bool) -> str:
+    """Returns in words why a gRPC connection did not come about, with the setting to look at.
+
+    `details` are gRPC's: a chain of causes, of which the last one tells most. `settings` are ours
+    for certificate, key and authorities, `tls` whether we use it.
+    """
+    cert, key, ca = settings
+    last = details.removesuffix(": OK").rpartition(": ")[2]
+    if "WRONG_VERSION_NUMBER" in details:
+        return f"it speaks no TLS: leave {ca} out, or set --tls-cert and --tls-key there"
+    if "CERTIFICATE_VERIFY_FAILED" in details:
+        return f"its certificate is not to be trusted by {ca}: {last}"
+    if "Hostname Verification" in details:
+        return "its certificate does not name the address at which we call it"
+    if last == "Socket closed" and not tls:
+        return f"it closes connections at once: if it has --tls-cert, set {ca}"
+    if last == "Socket closed":
+        return (
+            "it closes TLS connections at once: if it has --tls-client-ca, "
+            f"it must trust what {cert} and {key} hold"
+        )
+    return last or "no connection"
+
+
 def _server_context(files: TlsFiles) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
