@@ -42,6 +42,9 @@ _SILENCE_S: Final = 1.0
 """How long a session may go on after an answer was missed without another word."""
 _END_PAUSE_S: Final = 0.005
 """How long the end of a turn waits for company; a turn that begins takes it along."""
+_PACE_S: Final = 0.002
+"""How long after a message what there is to say waits for company: a message costs as much as the
+turns of a dozen. Nobody waits where turns begin one by one."""
 _LAST_WORDS_S: Final = 0.5
 """How long the end of a session may take."""
 _STALL_NS: Final = 5_000_000
@@ -327,6 +330,7 @@ class RouterSession:
             request = self.turns.take()
             if request is not None:
                 await call.write(request)
+                await asyncio.sleep(_PACE_S)
             if self._stopping:
                 await call.done_writing()
                 # Once the service has read all it ends the stream.
