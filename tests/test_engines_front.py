@@ -152,7 +152,9 @@ def test_only_operators_change_engines(tmp_path, method, target, body):
     """No key and a wrong one: 401. No keys set up: 403 with the flag that does it."""
     operator = Operator(tmp_path, anyone_may_see=True)
     assert operator.refused(method, target, body, key=None).status == 401
-    assert operator.refused(method, target, body, key="another-0123456789").status == 401
+    wrong = operator.refused(method, target, body, key="another-0123456789")
+    assert wrong.status == 401
+    assert wrong.message.startswith("This takes an operator's key, of --admin-keys-file. ")
     nobody = Operator(tmp_path, admin=False, anyone_may_see=True)
     refusal = nobody.refused(method, target, body)
     assert refusal.status == 403

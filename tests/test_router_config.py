@@ -193,7 +193,9 @@ async def test_it_starts_without_engines_and_ends_in_order():
         await client.send("GET", "/ready")
         answer = await client.answer()
         assert answer.status == 503
-        assert answer.json["reason"] == "no usable prefill and no usable decode engine"
+        assert answer.json["reason"] == (
+            "no prefill engine is healthy; no decode engine is healthy"
+        )
         while router.process.returncode is None:  # more signals do no harm until the last
             with contextlib.suppress(ProcessLookupError):
                 # send_signal() would take the exit code away.
@@ -246,6 +248,8 @@ async def test_sigterm_lets_streams_finish_within_the_grace(ends_in_time: bool):
         assert head.status == 200
         code, errors = await router.end()
         assert code == 0
+        grace_s = grace.partition("=")[2]
+        assert f"INFO kvturn.router: draining: 1 turns in flight, for up to {grace_s} s" in errors
         assert "Traceback" not in errors
     release.set()
     await prefill.stop()

@@ -7,6 +7,8 @@ import pytest
 from router_harness import router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
+from kvturn_router.fleet import FLAGS
+
 ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'
 
 
@@ -280,7 +282,34 @@ async def test_no_engine_left_is_a_503_that_says_when_to_come_back():
         ready = await rig.ask("GET", "/ready")
         assert (ready.status, ready.json) == (
             503,
-            {"ready": False, "reason": "no usable decode engine"},
+            {"ready": False, "reason": "no decode engine is healthy"},
+        )
+
+
+async def test_ready_says_of_each_role_what_is_wrong_with_its_engines():
+    """All drain; some drain and the rest are down; none is known. Turns are told so, too."""
+    async with router("--health-failures=1", decodes=2) as rig:
+        fleet, (prefill, *decodes) = (
+            rig.server._fleet,
+            [x.url for x in (*rig.prefills, *rig.decodes)],
+        )
+
+        async def reason() -> str:
+            return (await rig.ask("GET", "/ready")).json["reason"]
+
+        for url in decodes:
+            fleet.drain(url, True)
+        assert await reason() == "all decode engines are draining"
+        answer = await rig.post(turn_body())
+        message = answer.json["error"]["message"]
+        assert message == "No decode engine is usable now: all decode engines are draining."
+        fleet.drain(decodes[0], False)
+        rig.decodes[0].healthy = False
+        await rig.until(lambda: fleet.missing() == ["decode"])
+        assert await reason() == "no decode engine is healthy that is not draining"
+        fleet.remove(prefill, FLAGS)
+        assert await reason() == (
+            "no prefill engine is known; no decode engine is healthy that is not draining"
         )
 
 

@@ -191,6 +191,8 @@ async def test_sigterm_lets_the_turns_of_all_workers_end(ends_in_time: bool):
                 assert ends_in_time or json.loads(last.removeprefix(b"data: "))["error"]
         code, errors = await router.end()
         assert (code, "Traceback" in errors) == (0, False)
+        for number in (1, 2):
+            assert f"INFO worker {number} kvturn.router: draining: " in errors
     release.set()
 
 

@@ -72,28 +72,30 @@ def boottime_ns() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; a fault is one line on stderr."""
-    return run(sys.argv[1:] if argv is None else argv, shares_ports=False)
+    return run(sys.argv[1:] if argv is None else argv)
 
 
-def run(argv: Sequence[str], *, shares_ports: bool) -> int:
+def run(argv: Sequence[str], worker: int = 0) -> int:
     """Runs a router, or the workers of one; as `main`.
 
-    With `shares_ports` it is one worker of several.
+    `worker` is its number, from 1, if it is one of several, which share their ports.
     """
     try:
         config = parse_config(argv)
     except ConfigError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_USAGE
+    who = f" worker {worker}" if worker else ""
     logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+        level=config.log_level.upper(),
+        format=f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s",
     )
-    if not shares_ports:
+    if not worker:
         _warn(config)
     try:
         if config.workers > 1:
             return asyncio.run(_supervise(config, argv))
-        return _run_one(config, shares_ports=shares_ports)
+        return _run_one(config, shares_ports=worker > 0)
     except ListenError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -165,6 +167,11 @@ async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bo
         f"router listening on {scheme}://{address_of(config.host, server.port)}{grpc}", flush=True
     )
     await stop.wait()
+    logging.getLogger("kvturn.router").info(
+        "draining: %d turns in flight, for up to %g s",
+        server.in_flight,
+        config.drain_notice_s + config.grace_s,
+    )
     await server.stop()
     _ignore_signals()  # the last spans are still to be sent
 

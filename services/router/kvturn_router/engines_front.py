@@ -22,6 +22,7 @@ ENGINES: Final = "/kvturn/v1/engines"
 DRAIN: Final = "/kvturn/v1/engines/drain"
 
 _ROLES: Final = (PREFILL, DECODE, BOTH)
+_URLS_SHOWN_MAX: Final = 16
 _JSON: Final = ((b"content-type", b"application/json"),)
 
 
@@ -117,7 +118,13 @@ class EnginesFront:
 
     def _require(self, url: str) -> None:
         if not self._fleet.is_named(url):
-            raise TurnError(404, "There is no engine at that url.", reason="ENGINE_NOT_FOUND")
+            urls = [view.url for view in self._fleet.views()]
+            there = ", ".join(urls[:_URLS_SHOWN_MAX]) + ", ..." * (len(urls) > _URLS_SHOWN_MAX)
+            raise TurnError(
+                404,
+                f"There is no engine at that url; there are: {there or 'none'}.",
+                reason="ENGINE_NOT_FOUND",
+            )
 
     def _view(self, url: str) -> Mapping[str, object]:
         view: EngineView = self._fleet.view(url)

@@ -366,7 +366,7 @@ class _Turn:
             loads = fleet.prefills if error.role == PREFILL else fleet.decodes
             if any(engine.available for engine in loads):
                 raise NoRoom(error.role) from None
-            raise no_engine(error.role) from None
+            raise no_engine(error.role, fleet.lack(error.role)) from None
         for engine in (plan.prefill, plan.decode):
             if engine is not None:
                 engine.begin()
@@ -440,7 +440,7 @@ class _Turn:
                 fleet.refused(engine, str(fault))
                 other = self._another(engine, fleet.prefills, tried)
                 if other is None:
-                    raise no_engine(PREFILL) from None
+                    raise no_engine(PREFILL, self._forwarder.fleet.lack(PREFILL)) from None
                 engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
@@ -554,7 +554,7 @@ class _Turn:
                 held = self._request.response is not None
                 other = None if held else self._another(engine, fleet.decodes, tried)
                 if other is None:
-                    raise no_engine(DECODE) from None
+                    raise no_engine(DECODE, self._forwarder.fleet.lack(DECODE)) from None
                 engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)

@@ -39,6 +39,21 @@ logger = logging.getLogger("kvturn.router.http")
 _CONVERSATIONS: Final = "/kvturn/v1/conversations/"
 _WITHOUT_KEY: Final = (b"/health", b"/ready", b"/kvturn/v1/engines")
 """How targets begin that need no key, or an operator's; all others are judged once more."""
+_ROUTES: Final = ", ".join(
+    (
+        CHAT,
+        COMPLETIONS,
+        RESPONSES,
+        "/v1/models",
+        f"{_CONVERSATIONS}{{id}}?model=M",
+        f"{_CONVERSATIONS}{{id}}/keepalive?model=M",
+        ENGINES,
+        DRAIN,
+        "/health",
+        "/ready",
+    )
+)
+_PATH_SHOWN_MAX: Final = 256
 _MODELS_SILENCE_S: Final = 10.0
 Work = Callable[[], Coroutine[None, None, None]]
 
@@ -175,7 +190,11 @@ class HttpFront:
         elif path.startswith(_CONVERSATIONS):
             self._conversation(answer, request, path.removeprefix(_CONVERSATIONS), query)
         else:
-            raise TurnError(404, f"There is no {path} here.", reason="PATH_UNKNOWN")
+            raise TurnError(
+                404,
+                f"There is no {path[:_PATH_SHOWN_MAX]} here, but {_ROUTES}.",
+                reason="PATH_UNKNOWN",
+            )
 
     # Turns
 
@@ -300,11 +319,10 @@ class HttpFront:
         for engine in (*self._fleet.decodes, *self._fleet.prefills):
             if engine.usable:
                 return engine
-        raise no_engine(DECODE)
+        raise no_engine(DECODE, self._fleet.lack(DECODE))
 
     def _ready(self, answer: HttpAnswer) -> None:
-        missing = self._fleet.missing()
-        reason = f"no usable {' and no usable '.join(missing)} engine" if missing else ""
+        reason = "; ".join(map(self._fleet.lack, self._fleet.missing()))
         if self._gate.draining:
             reason = "shutting down"
         body = msgspec.json.encode({"ready": not reason, "reason": reason or None})

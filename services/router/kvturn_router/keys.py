@@ -42,24 +42,30 @@ class ApiKeys:
     def __init__(self, keys: Watched[Keys]) -> None:
         self._keys = keys
 
-    def name_of(self, headers: Mapping[str, str]) -> str:
+    def name_of(self, headers: Mapping[str, str], whose: str = "") -> str:
         """Returns the name of the key that a request brings: the tenant, or the operator.
 
-        `headers` have lower-case names. Raises KeyRefused.
+        `headers` have lower-case names. Raises KeyRefused, which begins with `whose`: what key
+        it takes.
         """
         key = bearer_of(headers.get("authorization", ""))
         if not key:
-            raise KeyRefused(_MISSING, b"Bearer")
+            raise KeyRefused(whose + _MISSING, b"Bearer")
         name = self._keys.value.name_of(key)
         if name is None:
-            raise KeyRefused(_WRONG, b'Bearer error="invalid_token"')
+            raise KeyRefused(whose + _WRONG, b'Bearer error="invalid_token"')
         return name
 
 
 def operator_of(admin_keys: ApiKeys | None, headers: Mapping[str, str]) -> str:
-    """Returns who calls an admin route. Raises TurnError: 401, or 403 where no keys are set."""
+    """Returns who calls an admin route.
+
+    Raises TurnError: 403 where nobody is an operator, 401 for whoever shows to be none.
+    """
     if admin_keys is None:
         raise TurnError(
-            403, "Admin routes need a router with --admin-keys-file.", reason="ADMIN_DISABLED"
+            403,
+            "This takes an operator's key, and this router was started without --admin-keys-file.",
+            reason="ADMIN_DISABLED",
         )
-    return admin_keys.name_of(headers)
+    return admin_keys.name_of(headers, "This takes an operator's key, of --admin-keys-file. ")

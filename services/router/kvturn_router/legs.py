@@ -177,11 +177,11 @@ def engine_error(role: str, fault: EngineFault) -> TurnError:
     )
 
 
-def no_engine(role: str) -> TurnError:
-    """Returns what a client is told when no engine of a role is usable."""
+def no_engine(role: str, lack: str = "") -> TurnError:
+    """Returns what a client is told when no engine of a role is usable; `lack` says why."""
     return TurnError(
         503,
-        f"No {role} engine is usable now.",
+        f"No {role} engine is usable now" + (f": {lack}." if lack else "."),
         reason="NO_ENGINE",
         retry_after_s=1,
     )

@@ -90,8 +90,8 @@ class Workers:
             "-m",
             "kvturn_router.worker",
             str(os.getpid()),
-            *arguments,
         )
+        self._arguments = tuple(arguments)
         self._grace_s = grace_s
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._listening: set[int] = set()
@@ -130,7 +130,11 @@ class Workers:
         while True:
             began = clock()
             process = await asyncio.create_subprocess_exec(
-                *self._command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE
+                *self._command,
+                str(number + 1),
+                *self._arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=asyncio.subprocess.PIPE,
             )
             self._running[number] = process
             await self._until_it_listens(number, process)
