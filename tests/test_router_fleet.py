@@ -32,6 +32,17 @@ async def test_an_engine_that_joins_is_given_turns_once_it_is_healthy():
         await joining.stop()
 
 
+async def test_an_engine_that_comes_is_asked_after_its_health_at_once():
+    """The usual time between two questions is an hour, and so is that between two looks."""
+    coming = await StubEngine("decode").start()
+    try:
+        async with router("--health-interval-s=3600", lease=FakeLease()) as rig:
+            await rig.lease.push(engines=[announcement(coming)])
+            await rig.until(lambda: len([one for one in rig.server._fleet if one.usable]) == 3)
+    finally:
+        await coming.stop()
+
+
 async def test_an_engine_survives_the_end_of_the_lease_service():
     """The service is gone: the engines that it named still serve, recomputing."""
     async with router(lease=FakeLease(), announced=True) as rig:

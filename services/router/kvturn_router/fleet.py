@@ -98,6 +98,8 @@ class Fleet:
         self.prefills: Loads[Engine] = Loads()
         self.decodes: Loads[Engine] = Loads()
         self.changed: Callable[[], None] = lambda: None
+        self.due: Callable[[], None] = lambda: None
+        """Called when an engine is to be asked after its health before its time."""
         self._build = build
         self._built = 0
         self._clock_ns = clock_ns
@@ -116,18 +118,6 @@ class Fleet:
         """Returns the roles of which no engine is available, in the order of a turn."""
         roles = ((PREFILL, self.prefills), (DECODE, self.decodes))
         return [role for role, engines in roles if not any(one.available for one in engines)]
-
-    def lack(self, role: str) -> str:
-        """Returns in words why no engine of a role is available, "" if one is."""
-        engines = list(self.prefills if role == PREFILL else self.decodes)
-        draining = [engine.draining for engine in engines]
-        if any(engine.available for engine in engines):
-            return ""
-        if not engines:
-            return f"no {role} engine is known"
-        if all(draining):
-            return f"all {role} engines are draining"
-        return f"no {role} engine is healthy" + (" that is not draining" if any(draining) else "")
 
     def holder(self, http_address: str, engine_id: str = "") -> Engine | None:
         """Returns the decode engine of that id, or else at that address; None if there is none."""
@@ -205,7 +195,9 @@ class Fleet:
             if member is not None:
                 self._place_of[engine.engine_id] = member.place
                 member.sessions[engine.engine_id] = engine
-                member.engine.health.ask_now(self._clock_ns())
+                if not member.engine.usable:
+                    member.engine.health.ask_now(self._clock_ns())
+                    self.due()
                 self._settle(member)
 
     def gone(self, engine_ids: Sequence[str]) -> None:
@@ -296,6 +288,7 @@ class Fleet:
             engine = self._build(address, self._built)
             self._built += 1
             member = self._members[address.place] = _Member(address.place, engine)
+            self.due()
         return member
 
     def _settle(self, member: _Member) -> None:

@@ -18,11 +18,13 @@ ASKED_AT_ONCE: Final = 32
 
 _HEALTH_BODY_MAX: Final = 64 << 10
 _TICKS: Final = 32
-"""Looks per interval at who is due."""
+"""Most looks per interval at who is due."""
+_LOOKS: Final = 4
+"""Least looks per interval: what is over is ended then, and those that have answered are seen."""
 
 
 class HealthWatch:
-    """The loop that asks, from `start` to `stop`.
+    """Asks from `start` to `stop`, and looks who is due only when somebody is.
 
     `authorization` is what the router itself sends to engines, None if nothing.
     """
@@ -38,34 +40,50 @@ class HealthWatch:
     ) -> None:
         self._fleet = fleet
         self._authorization = authorization
-        self._tick_s = interval_s / _TICKS
+        self._pauses_s = (interval_s / _TICKS, interval_s / _LOOKS)
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
         self._asking: dict[Engine, asyncio.Task[None]] = {}
-        self._run: asyncio.Task[None] | None = None
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        fleet.due = self._look_soon
 
     def start(self) -> None:
         """Begins to ask, every engine at once to begin with."""
-        self._run = asyncio.get_running_loop().create_task(self._watch())
+        self._look()
 
     async def stop(self) -> None:
         """Stops asking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         tasks = [*self._asking.values()]
-        if self._run is not None:
-            tasks.append(self._run)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        while True:
-            self._fleet.sweep()
-            now_ns = self._clock_ns()
-            for engine in self._fleet:
-                due = engine.health.due_ns <= now_ns and engine not in self._asking
-                if due and self._has_room_for(engine):
-                    self._ask(engine)
-            await asyncio.sleep(self._tick_s)
+    def _look_soon(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(0, self._look)
+
+    def _look(self) -> None:
+        least_s, most_s = self._pauses_s
+        # First, so that it goes on whatever happens.
+        self._timer = self._loop.call_later(most_s, self._look)
+        self._fleet.sweep()
+        now_ns = self._clock_ns()
+        next_ns = now_ns + round(most_s * 1e9)
+        for engine in self._fleet:
+            if engine in self._asking:
+                continue
+            if engine.health.due_ns <= now_ns and self._has_room_for(engine):
+                self._ask(engine)
+            else:
+                next_ns = min(next_ns, engine.health.due_ns)
+        self._timer.cancel()
+        pause_s = max((next_ns - now_ns) / 1e9, least_s)
+        self._timer = self._loop.call_later(pause_s, self._look)
 
     def _has_room_for(self, engine: Engine) -> bool:
         if engine.usable:
@@ -74,9 +92,8 @@ class HealthWatch:
         return out < ASKED_AT_ONCE // 2
 
     def _ask(self, engine: Engine) -> None:
-        loop = asyncio.get_running_loop()
-        engine.pool.sweep(loop.time())
-        task = self._asking[engine] = loop.create_task(self._asked(engine))
+        engine.pool.sweep(self._loop.time())
+        task = self._asking[engine] = self._loop.create_task(self._asked(engine))
         task.add_done_callback(lambda _: self._asking.pop(engine))
 
     async def _asked(self, engine: Engine) -> None:

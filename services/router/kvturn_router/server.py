@@ -70,11 +70,6 @@ class RouterServer:
         self.port = 0
         self.grpc_port: int | None = None
 
-    @property
-    def in_flight(self) -> int:
-        """Turns being served."""
-        return self._gate.turns
-
     async def start(self) -> None:
         """Asks after the engines, and listens once each has answered. Raises ListenError.
 
@@ -244,6 +239,7 @@ class RouterServer:
         while True:
             await asyncio.sleep(_SWEEP_S)
             self._listener.sweep(loop.time())
+            self._fleet.sweep()
 
     async def _tell_health(self) -> None:
         while True:
