@@ -8,25 +8,14 @@
 // is good with status 200, exactly tokens + 2 events and [DONE]. Times are from right before the
 // request is written to the first byte of the body, and to the end of the answer. A conversation id
 // serves `turns` requests in a row, all of a connection's with 0. Prints one JSON object.
-#define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <errno.h>
-#include <netinet/tcp.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <strings.h>
-#include <sys/epoll.h>
+#include "polling.h"
+
 #include <sys/random.h>
-#include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
-#include <unistd.h>
 
 enum { LAST, FIRST, LEGS }; // the only leg, or decode's; prefill's before it
 enum { IN_HEAD, IN_SIZE, IN_DATA, IN_LINE_END, IN_LENGTH }; // where in an answer
-enum { HEX = 12, LINE_MAX_ = 4096, TAIL = 16, FAULTS_MAX = 2000, SILENCE_S = 30 };
+enum { LINE_MAX_ = 4096, TAIL = 16, FAULTS_MAX = 2000, SILENCE_S = 30 };
 enum { LATER = -1, IDLE, ACTIVE };
 
 static int port_to, port_prefill, port_decode, conns_len = 1, tokens = 32, turns = 1;
@@ -58,27 +47,12 @@ struct conn {
 };
 
 static struct conn *conns;
-static int epoll_fd, stopping;
+static int stopping;
 static long started, good, bad_status, bad_answer, lost, bytes;
 static int last_status;
 static uint32_t *firsts, *totals;
 static long samples, samples_cap;
 static uint64_t sequence;
-
-static int64_t now_us(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
-}
-
-static void *grown(void *memory, size_t size) {
-    void *more = realloc(memory, size);
-    if (!more) {
-        perror("load");
-        exit(1);
-    }
-    return more;
-}
 
 // Bodies: messages of about 1 KB of words, escapes and some text that is not ASCII
 
@@ -148,25 +122,15 @@ static void write_ids(struct message *m, uint64_t conversation, uint64_t request
 // Writing
 
 static int dial(struct conn *c, int leg) {
-    int port = port_to ? port_to : leg == FIRST ? port_prefill : port_decode, one = 1;
+    int port = port_to ? port_to : leg == FIRST ? port_prefill : port_decode;
     int fd = socket(AF_INET, SOCK_STREAM, 0);
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(port)};
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    struct sockaddr_in a = loopback(port);
     if (connect(fd, (void *)&a, sizeof a)) {
         close(fd);
         return -1;
     }
-    setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    struct epoll_event e = {.events = EPOLLIN, .data.ptr = c};
-    epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e);
+    poll_in(fd, c);
     return c->fd[leg] = fd;
-}
-
-static void poll_out(struct conn *c, int on) {
-    if (c->polls_out == on) return;
-    struct epoll_event e = {.events = EPOLLIN | (on ? EPOLLOUT : 0), .data.ptr = c};
-    epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd[c->leg], &e);
-    c->polls_out = on;
 }
 
 static int push(struct conn *c) {
@@ -181,12 +145,12 @@ static int push(struct conn *c) {
         ssize_t sent = sendmsg(c->fd[c->leg], &m, MSG_NOSIGNAL | MSG_DONTWAIT);
         if (sent < 0 && errno != EAGAIN) return -1;
         if (sent < 0) {
-            poll_out(c, 1);
+            poll_out(c->fd[c->leg], c, &c->polls_out, 1);
             return 0;
         }
         c->sent += sent;
     }
-    poll_out(c, 0);
+    poll_out(c->fd[c->leg], c, &c->polls_out, 0);
     return 0;
 }
 

@@ -13,23 +13,12 @@
 //
 // What a request asks for is searched for in the first and last kilobytes of its body, so that a
 // long prompt costs no more here than a short one.
-#define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <errno.h>
-#include <netinet/tcp.h>
+#include "polling.h"
+
 #include <signal.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <strings.h>
-#include <sys/epoll.h>
-#include <sys/socket.h>
-#include <time.h>
-#include <unistd.h>
 
 enum role { PREFILL, DECODE };
-enum { LISTENERS_MAX = 1024, EVENTS_MAX = 256, READ_MIN = 16384, HEX = 12, ID_LEN = 2 * HEX + 1 };
+enum { LISTENERS_MAX = 1024, EVENTS_MAX = 256, READ_MIN = 16384, ID_LEN = 2 * HEX + 1 };
 
 #define ID_PLACE "000000000000-000000000000"
 #define CREATED 1790000000
@@ -55,23 +44,6 @@ struct conn {
     int heap_pos; // in the heap of those that wait, -1 if not
     int stream, hands_over;
 };
-
-static int epoll_fd;
-
-static int64_t now_us(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (int64_t)t.tv_sec * 1000000 + t.tv_nsec / 1000;
-}
-
-static void *grown(void *memory, size_t size) {
-    void *more = realloc(memory, size);
-    if (!more) {
-        perror("nodes");
-        exit(1);
-    }
-    return more;
-}
 
 // Those that wait, in a binary heap by due time
 
@@ -123,13 +95,6 @@ static void wait_no_more(struct conn *c) {
 
 // Writing
 
-static void poll_out(struct conn *c, int on) {
-    if (c->polls_out == on) return;
-    struct epoll_event e = {.events = EPOLLIN | (on ? EPOLLOUT : 0), .data.ptr = c};
-    epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &e);
-    c->polls_out = on;
-}
-
 static void put(struct conn *c, const char *data, size_t len) {
     if (c->out_len == c->out_off) {
         ssize_t sent = send(c->fd, data, len, MSG_NOSIGNAL);
@@ -144,7 +109,7 @@ static void put(struct conn *c, const char *data, size_t len) {
     if (c->out_len + len > c->out_cap) c->out = grown(c->out, c->out_cap = (c->out_len + len) * 2);
     memcpy(c->out + c->out_len, data, len);
     c->out_len += len;
-    poll_out(c, 1);
+    poll_out(c->fd, c, &c->polls_out, 1);
 }
 
 static void put_rest(struct conn *c) {
@@ -157,7 +122,7 @@ static void put_rest(struct conn *c) {
         c->out_off += sent;
     }
     c->out_off = c->out_len = 0;
-    poll_out(c, 0);
+    poll_out(c->fd, c, &c->polls_out, 0);
 }
 
 // Answers
@@ -470,8 +435,7 @@ static int listeners_len;
 
 static void listen_on(int port, enum role role) {
     int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0), one = 1;
-    struct sockaddr_in a = {.sin_family = AF_INET, .sin_port = htons(port)};
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    struct sockaddr_in a = loopback(port);
     setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
     if (listeners_len == LISTENERS_MAX || bind(fd, (void *)&a, sizeof a) || listen(fd, 1024)) {
         perror("nodes: listen");
@@ -488,14 +452,12 @@ static void listen_on(int port, enum role role) {
 }
 
 static void accept_all(int listener) {
-    int fd, one = 1;
+    int fd;
     while ((fd = accept4(listeners[listener].fd, NULL, NULL, SOCK_NONBLOCK)) >= 0) {
-        setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
         struct conn *c = grown(NULL, sizeof *c);
         *c = (struct conn){.fd = fd, .role = listeners[listener].role, .heap_pos = -1};
         counts.accepted++;
-        struct epoll_event e = {.events = EPOLLIN, .data.ptr = c};
-        epoll_ctl(epoll_fd, EPOLL_CTL_ADD, fd, &e);
+        poll_in(fd, c);
     }
 }
 

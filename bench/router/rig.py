@@ -30,7 +30,8 @@ def build() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     for name in ("nodes", "load"):
         source, program = HERE / f"{name}.c", BUILD / name
-        if program.exists() and program.stat().st_mtime > source.stat().st_mtime:
+        changed_s = max(file.stat().st_mtime for file in (source, HERE / "polling.h"))
+        if program.exists() and program.stat().st_mtime > changed_s:
             continue
         try:
             subprocess.run(["cc", "-O2", "-o", program, source], check=True)
