@@ -119,6 +119,18 @@ class Fleet:
         roles = ((PREFILL, self.prefills), (DECODE, self.decodes))
         return [role for role, engines in roles if not any(one.available for one in engines)]
 
+    def lack(self, role: str) -> str:
+        """Returns in words why no engine of a role is available, "" if one is."""
+        engines = list(self.prefills if role == PREFILL else self.decodes)
+        draining = [engine.draining for engine in engines]
+        if any(engine.available for engine in engines):
+            return ""
+        if not engines:
+            return f"no {role} engine is known"
+        if all(draining):
+            return f"all {role} engines are draining"
+        return f"no {role} engine is healthy" + (" that is not draining" if any(draining) else "")
+
     def holder(self, http_address: str, engine_id: str = "") -> Engine | None:
         """Returns the decode engine of that id, or else at that address; None if there is none."""
         place = self._place_of.get(engine_id)

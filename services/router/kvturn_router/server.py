@@ -70,6 +70,11 @@ class RouterServer:
         self.port = 0
         self.grpc_port: int | None = None
 
+    @property
+    def in_flight(self) -> int:
+        """Turns being served."""
+        return self._gate.turns
+
     async def start(self) -> None:
         """Asks after the engines, and listens once each has answered. Raises ListenError.
 
