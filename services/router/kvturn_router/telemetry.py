@@ -9,7 +9,7 @@ the engines as it came; so it does if the client says that it is not sampled.
 """
 
 import re
-from random import randbytes
+from random import getrandbits
 from time import time_ns
 from typing import NamedTuple
 
@@ -76,18 +76,20 @@ class _RecordedSpan(TurnSpan):
     def __init__(
         self, queue: SpanQueue, name: str, trace_id: bytes, parent_id: bytes, remote: bool
     ) -> None:
+        self._traceparent = None
         self._queue = queue
         self._name = name
         self._trace_id = trace_id
         self._parent_id = parent_id
         self._remote = remote
-        self._id = randbytes(8)
+        self._id = getrandbits(64).to_bytes(8)
         self._began_ns = time_ns()
 
     @property
     def traceparent(self) -> str | None:
-        # Most spans make no calls.
-        return f"00-{self._trace_id.hex()}-{self._id.hex()}-01"
+        if self._traceparent is None:  # Most spans make no calls.
+            self._traceparent = f"00-{self._trace_id.hex()}-{self._id.hex()}-01"
+        return self._traceparent
 
     def child(self, name: str) -> TurnSpan:
         return _RecordedSpan(self._queue, name, self._trace_id, self._id, False)
@@ -122,7 +124,7 @@ class TurnTracer:
         if self._queue is None or (parent is not None and not parent.sampled):
             return TurnSpan(None if parent is None else parent.traceparent)
         if parent is None:
-            return _RecordedSpan(self._queue, "turn", randbytes(16), b"", False)
+            return _RecordedSpan(self._queue, "turn", getrandbits(128).to_bytes(16), b"", False)
         trace_id, span_id = bytes.fromhex(parent.trace_id), bytes.fromhex(parent.span_id)
         return _RecordedSpan(self._queue, "turn", trace_id, span_id, True)
 
