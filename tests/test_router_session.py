@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from tcp_proxy import TcpProxy
 
 from kvturn.lease_channels import error_info
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -62,8 +63,8 @@ class Service:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[Service]:
         await self.lead()
-        port = await self.server.start()
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        self.port = await self.server.start()
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}") as channel:
             self.stub: Any = lease_pb2_grpc.LeaseServiceStub(channel)
             try:
                 yield self
@@ -200,8 +201,8 @@ class Engine:
 class Router:
     """A router's session; what came and was not asked for yet is kept."""
 
-    def __init__(self, service: Service) -> None:
-        self.call = service.stub.RouterSession()
+    def __init__(self, service: Service, stub: Any = None) -> None:
+        self.call = (stub or service.stub).RouterSession()
         self.begun: dict[int, lease_pb2.TurnBegun] = {}
         self.retained: dict[int, lease_pb2.TurnRetained] = {}
         self.engines: dict[str, lease_pb2.Engine] = {}
@@ -324,6 +325,25 @@ async def test_turns_are_numbered_over_all_routers(service: Service) -> None:
     assert (await other.begin(1)).turn == 2
     await one.end(1)
     assert (await one.begin(2)).turn == 3
+
+
+async def test_turns_of_a_router_that_is_cut_off_without_a_word_are_over_soon() -> None:
+    """Its machine or its network is gone, and no packet says so: a session's TTL bounds it."""
+    ttl_ns = 800 * MS
+    lessor = LessorConfig(session_ttl_ns=ttl_ns, heartbeat_ns=ttl_ns // 4)
+    async with (
+        Service(replace(CONFIG, lessor=lessor)).running() as service,
+        TcpProxy("127.0.0.1", service.port) as proxy,
+        grpc.aio.insecure_channel(f"127.0.0.1:{proxy.port}") as channel,
+    ):
+        engine = await Engine(service).up()
+        router = Router(service, lease_pb2_grpc.LeaseServiceStub(channel))
+        await router.up()
+        await router.begin(1)
+        await engine.grant("c", 1)
+        assert await service.turns_in_flight()
+        proxy.swallow = True
+        await service.until_idle()
 
 
 async def test_turns_of_a_router_that_died_are_over(service: Service) -> None:

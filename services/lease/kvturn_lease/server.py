@@ -94,15 +94,21 @@ def _calls_max(config: LeaseConfig) -> int:
 
 
 def _options(config: LeaseConfig) -> list[tuple[str, int]]:
+    # Whoever does not answer for a session's TTL is gone, an engine as well as a router.
+    ttl_ms = min(max(config.lessor.session_ttl_ns // 1_000_000, 100), 20_000)
     return [
         # Two processes on one port would each see half of the sessions.
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
-        # Finds connections whose other end is gone without a word.
-        ("grpc.keepalive_time_ms", 20_000),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        # Finds connections whose other end is gone without a word, also while there is nothing
+        # to be said on them.
+        ("grpc.keepalive_time_ms", ttl_ms // 2),
+        ("grpc.keepalive_timeout_ms", ttl_ms),
+        # That of a ping that measures the way, on whose answer a keepalive may wait.
+        ("grpc.http2.ping_timeout_ms", ttl_ms),
         ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
         # Clients may ping as often as they like: never GOAWAY for too many pings.
         ("grpc.http2.max_ping_strikes", 0),
     ]

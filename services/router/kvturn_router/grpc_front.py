@@ -30,7 +30,7 @@ from kvturn_router.gate import Gate
 from kvturn_router.grpc_answer import GrpcAnswer
 from kvturn_router.grpc_errors import Context, abort
 from kvturn_router.intake import CHAT, COMPLETIONS, Intake, TurnRequest
-from kvturn_router.turn_report import duration, report_message
+from kvturn_router.turn_report import duration, held_message, report_message
 
 logger = logging.getLogger("kvturn.router.grpc")
 
@@ -104,11 +104,12 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         try:
             key = self._key(request.conversation_id, request.model, context)
             async with self._gate.question():
-                reports = await self._forwarder.reports(key)
+                view = await self._forwarder.conversation(key)
         except TurnError as error:
             await abort(context, error)
         return router_pb2.GetConversationResponse(
-            turns=[report_message(key.conversation_id, report) for report in reports]
+            turns=[report_message(each, report) for each, report in view.turns],
+            held=map(held_message, view.held),
         )
 
     async def EndConversation(
@@ -247,6 +248,9 @@ class GrpcFront:
                 # Finds connections whose other end is gone without a word.
                 ("grpc.keepalive_time_ms", 20_000),
                 ("grpc.keepalive_timeout_ms", 10_000),
+                # That of a ping that measures the way, on whose answer a keepalive may wait.
+                ("grpc.http2.ping_timeout_ms", 10_000),
+                ("grpc.http2.max_pings_without_data", 0),
                 # Clients may ping as often as they like: never GOAWAY for it.
                 ("grpc.keepalive_permit_without_calls", 1),
                 ("grpc.http2.max_ping_strikes", 0),
