@@ -3,6 +3,8 @@
 SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
+# Tests that need no engine wait a lot: several run side by side. Engines take all cores.
+SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
 BENCH_ARGS ?=
 MINUTES ?= 30
 BENCH_OUT ?= bench/policy
@@ -32,10 +34,11 @@ down: ## Stop what `kvturn up --detach` started
 	@$(BIN)/kvturn down
 
 test: setup lint type check-protos ## Run every check and test, the real stack included
-	$(BIN)/pytest -m "not fault" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not stack and not fault" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "stack and not fault" $(PYTEST_ARGS)
 
-test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM 
-	$(BIN)/pytest -m "not stack and not fault" $(PYTEST_ARGS)
+test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM
+	$(BIN)/pytest -m "not stack and not fault" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
 test-all: test sim ## Run make test, the full simulation and the fault matrix
 	$(BIN)/pytest -m fault $(PYTEST_ARGS)

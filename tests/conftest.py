@@ -1,4 +1,4 @@
-"""Which event loop tests run on: the router's run on uvloop, as the router does."""
+"""Where tests run: the router's on uvloop, as the router does; side by side on own ports."""
 
 import asyncio
 import os
@@ -7,9 +7,18 @@ from collections.abc import Callable, Mapping
 import pytest
 import uvloop
 
+from kvturn_cli import ports
+
 # Tests start processes while gRPC's threads run. Its fork handlers are of no use to a child that
 # becomes another program at once, and now and then they kill it ("next_worker->state == KICKED").
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Side by side with others, a test may not find a port free that another has just found, too.
+_RANGES = 8
+if _worker := os.environ.get("PYTEST_XDIST_WORKER"):
+    _share = (ports.LAST + 1 - ports.FIRST) // _RANGES
+    ports.FIRST += int(_worker.removeprefix("gw")) % _RANGES * _share
+    ports.LAST = ports.FIRST + _share - 1
 
 
 def pytest_asyncio_loop_factories(
