@@ -160,6 +160,8 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     batches: int = 0
     """Messages that came on sessions."""
     asked: list[str] = field(default_factory=list)
+    leases: list[lease_pb2.Lease] = field(default_factory=list)
+    """What every conversation has."""
     address: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -246,7 +248,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         reports = [end.report for end in self.turns_ended if end.turn_id in turns]
         if not turns:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such conversation")
-        return lease_pb2.ListTurnsResponse(turns=reports)
+        return lease_pb2.ListTurnsResponse(turns=reports, leases=self.leases)
 
     async def GetLease(self, request: Any, context: Any) -> Any:
         await self._answerable(context)

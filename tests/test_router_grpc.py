@@ -311,6 +311,7 @@ def test_a_report_is_the_same_as_a_message():
         output_tokens=7,
         prefill_engine="http://p:1",
         decode_engine="http://d:1",
+        plan_reason="cheapest at_holder pull_ms=1.0",
     )
     message = report_message("c1", full)
     assert {field.name for field, _ in message.ListFields()} == set(

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from google.protobuf import duration_pb2
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen
 
@@ -478,6 +479,49 @@ async def test_tenants_are_told_apart_by_key_and_the_key_stays_unknown():
         assert len(set(tenants)) == 3
         assert tenants[2] == ""
         assert "secret" not in json.dumps([kvturn(seen) for seen in rig.prefill.turns])
+
+
+async def test_a_conversation_tells_whose_its_turns_are_and_what_is_held():
+    """Each turn with its conversation and its plan's reason; each lease with engine and time."""
+    being_read = lease_pb2.Lease(
+        conversation=common_pb2.ConversationKey(model="m", conversation_id="s~2"),
+        engine_id="d2",
+        token_count=7,
+        state=lease_pb2.Lease.STATE_READING,
+    )
+    idle = lease_pb2.Lease(
+        conversation=common_pb2.ConversationKey(model="m", conversation_id="s~1"),
+        engine_id="d1",
+        token_count=640,
+        state=lease_pb2.Lease.STATE_ACTIVE,
+        idle_in=duration_pb2.Duration(seconds=41, nanos=500_000_000),
+    )
+    async with router(lease=FakeLease(leases=[idle, being_read])) as rig:
+        answer = await rig.post(turn_body(conversation_id="c1"))
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        told = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json
+        (turn,) = told["turns"]
+        assert turn["conversation_id"] == "c1"
+        assert turn["plan_reason"] == answer.headers["x-kvturn-plan-reason"] != ""
+        one, two = ("s~1", "d1", 640, False, 41.5), ("s~2", "d2", 7, True, None)
+        names = ("conversation_id", "engine_id", "tokens", "being_read", "kept_s")
+        assert told["held"] == [dict(zip(names, each, strict=True)) for each in (one, two)]
+        unknown = await rig.ask("GET", "/kvturn/v1/conversations/other?model=m")
+        assert unknown.status == 404
+        assert "x-kvturn-conversation" in unknown.json["error"]["message"]
+        nowhere = await rig.ask("GET", "/kvturn/v1/conversation/c1")
+        assert nowhere.status == 404
+        assert "/kvturn/v1/conversations/{id}?model=M" in nowhere.json["error"]["message"]
+
+
+async def test_without_a_lease_service_a_conversation_tells_the_router_s_own_turns():
+    """Nothing is held; of the reason the words are remembered."""
+    async with router() as rig:
+        await rig.post(turn_body(conversation_id="c1"))
+        told = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json
+        (turn,) = told["turns"]
+        assert (turn["conversation_id"], turn["plan_reason"]) == ("c1", "not_offered no_holder")
+        assert told["held"] == []
 
 
 async def test_a_configured_header_names_the_tenant():

@@ -678,6 +678,28 @@ def test_reports_are_bounded_over_all_conversations() -> None:
     assert [found for found, _ in reports.latest(keys[98:])] == keys[98:]
 
 
+async def test_what_is_held_of_a_scope_is_told_with_its_turns(service: Service) -> None:
+    """Of each conversation by itself; no more once it is ended."""
+    engine = await Engine(service).up()
+    router = await Router(service).up()
+    names = [f"s~{number:012x}" for number in (1, 2)]
+    for number, name in enumerate(names, 1):
+        await router.begin(number, name, asked=points(name), recognise=True)
+        await engine.grant(name, 1, *points(name))
+        await router.end(number, retains=True, verdict=REUSED)
+    await router.settled()
+    request = lease_pb2.ListTurnsRequest(conversation=key("s"))
+    told = await service.stub.ListTurns(request)
+    assert [turn.conversation_id for turn in told.turns] == names
+    held = {lease.conversation.conversation_id: lease for lease in told.leases}
+    assert set(held) == set(names)
+    assert {lease.engine_id for lease in held.values()} == {"d1"}
+    assert all(lease.token_count and lease.HasField("idle_in") for lease in held.values())
+    await service.stub.EndConversation(lease_pb2.EndConversationRequest(conversation=key(names[0])))
+    told = await service.stub.ListTurns(request)
+    assert [lease.conversation.conversation_id for lease in told.leases] == names[1:]
+
+
 # ---- engines ---------------------------------------------------------------------------------
 
 

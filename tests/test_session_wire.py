@@ -36,6 +36,7 @@ reports = st.builds(
     counts,
     names,
     names,
+    names,
 )
 
 

@@ -25,31 +25,31 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvturn/v1/common.proto\x12\tkvturn.v1\x1a\x1egoogle/protobuf/duration.proto\"I\n\x0f\x43onversationKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x03 \x01(\t\"\xac\x03\n\nTurnReport\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12#\n\x07verdict\x18\x03 \x01(\x0e\x32\x12.kvturn.v1.Verdict\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rreused_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12/\n\x0cprefill_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tread_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nread_bytes\x18\t \x01(\x04\x12!\n\x04plan\x18\n \x01(\x0e\x32\x13.kvturn.v1.PlanKind\x12\x32\n\x0f\x66irst_byte_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\routput_tokens\x18\x0c \x01(\r\x12\x16\n\x0eprefill_engine\x18\r \x01(\t\x12\x15\n\rdecode_engine\x18\x0e \x01(\t\"\x1f\n\nBlockGroup\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"K\n\x0cTokenDigests\x12\x15\n\rstride_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x64igest_bytes\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\xb0\x02\n\tRetention\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x30\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.kvturn.v1.ConversationKey\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x06groups\x18\x05 \x03(\x0b\x32\x15.kvturn.v1.BlockGroup\x12(\n\x07\x64igests\x18\x06 \x01(\x0b\x32\x17.kvturn.v1.TokenDigests\x12\x12\n\nwhole_only\x18\x07 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x1b\n\x13local_cached_tokens\x18\t \x01(\r\x12\x0c\n\x04turn\x18\n \x01(\r\x12\x0f\n\x07history\x18\x0b \x01(\x0c\"u\n\x0bNixlAddress\x12\x16\n\x0enixl_engine_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x10\n\x08\x64\x63p_size\x18\x05 \x01(\r\x12\x0f\n\x07pp_size\x18\x06 \x01(\r*\xc2\x04\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_REUSED\x10\x01\x12\x1a\n\x16VERDICT_PARTIAL_PREFIX\x10\x02\x12\x11\n\rVERDICT_LOCAL\x10\x03\x12\x16\n\x12VERDICT_FIRST_TURN\x10\x04\x12\x14\n\x10VERDICT_NO_LEASE\x10\x05\x12\x11\n\rVERDICT_ENDED\x10\x06\x12\x14\n\x10VERDICT_RELEASED\x10\x07\x12\x13\n\x0fVERDICT_EXPIRED\x10\x08\x12\x14\n\x10VERDICT_CONSUMED\x10\t\x12\x1c\n\x18VERDICT_READ_IN_PROGRESS\x10\n\x12\x17\n\x13VERDICT_READ_FAILED\x10\x0b\x12\x19\n\x15VERDICT_READ_TOO_LONG\x10\x0c\x12\x1b\n\x17VERDICT_PREFIX_MISMATCH\x10\r\x12\x1b\n\x17VERDICT_BELOW_THRESHOLD\x10\x0e\x12\x1e\n\x1aVERDICT_CHEAPER_TO_COMPUTE\x10\x0f\x12\x1d\n\x19VERDICT_UNSUPPORTED_MODEL\x10\x10\x12\x17\n\x13VERDICT_ENGINE_LOST\x10\x11\x12%\n!VERDICT_LEASE_SERVICE_UNREACHABLE\x10\x12\x12\x1d\n\x19VERDICT_STORE_UNAVAILABLE\x10\x13\x12\x16\n\x12VERDICT_TURNED_OFF\x10\x14\x12\x17\n\x13VERDICT_NOT_OFFERED\x10\x15*|\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLAN_KIND_PULL\x10\x01\x12\x13\n\x0fPLAN_KIND_LOCAL\x10\x02\x12\x17\n\x13PLAN_KIND_RECOMPUTE\x10\x03\x12\x13\n\x0fPLAN_KIND_ALONE\x10\x04*\xb3\x02\n\rReleaseReason\x12\x1e\n\x1aRELEASE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_REASON_CONSUMED\x10\x01\x12\x1d\n\x19RELEASE_REASON_SUPERSEDED\x10\x02\x12\x18\n\x14RELEASE_REASON_ENDED\x10\x03\x12\x17\n\x13RELEASE_REASON_IDLE\x10\x04\x12\x1b\n\x17RELEASE_REASON_PRESSURE\x10\x05\x12\x1e\n\x1aRELEASE_REASON_ENGINE_LOST\x10\x06\x12\x1a\n\x16RELEASE_REASON_REVOKED\x10\x07\x12\x1a\n\x16RELEASE_REASON_EXPIRED\x10\x08\x12\x1e\n\x1aRELEASE_REASON_READ_FAILED\x10\t*p\n\nEngineRole\x12\x1b\n\x17\x45NGINE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_ROLE_PREFILL\x10\x01\x12\x16\n\x12\x45NGINE_ROLE_DECODE\x10\x02\x12\x14\n\x10\x45NGINE_ROLE_BOTH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvturn/v1/common.proto\x12\tkvturn.v1\x1a\x1egoogle/protobuf/duration.proto\"I\n\x0f\x43onversationKey\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x17\n\x0f\x63onversation_id\x18\x03 \x01(\t\"\xc1\x03\n\nTurnReport\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\r\x12#\n\x07verdict\x18\x03 \x01(\x0e\x32\x12.kvturn.v1.Verdict\x12\x15\n\rprompt_tokens\x18\x04 \x01(\r\x12\x15\n\rreused_tokens\x18\x05 \x01(\r\x12\x14\n\x0clocal_tokens\x18\x06 \x01(\r\x12/\n\x0cprefill_time\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tread_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nread_bytes\x18\t \x01(\x04\x12!\n\x04plan\x18\n \x01(\x0e\x32\x13.kvturn.v1.PlanKind\x12\x32\n\x0f\x66irst_byte_time\x18\x0b \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\routput_tokens\x18\x0c \x01(\r\x12\x16\n\x0eprefill_engine\x18\r \x01(\t\x12\x15\n\rdecode_engine\x18\x0e \x01(\t\x12\x13\n\x0bplan_reason\x18\x0f \x01(\t\"\x1f\n\nBlockGroup\x12\x11\n\tblock_ids\x18\x01 \x03(\r\"K\n\x0cTokenDigests\x12\x15\n\rstride_tokens\x18\x01 \x01(\r\x12\x14\n\x0c\x64igest_bytes\x18\x02 \x01(\r\x12\x0e\n\x06values\x18\x03 \x01(\x0c\"\xb0\x02\n\tRetention\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x30\n\x0c\x63onversation\x18\x02 \x01(\x0b\x32\x1a.kvturn.v1.ConversationKey\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12%\n\x06groups\x18\x05 \x03(\x0b\x32\x15.kvturn.v1.BlockGroup\x12(\n\x07\x64igests\x18\x06 \x01(\x0b\x32\x17.kvturn.v1.TokenDigests\x12\x12\n\nwhole_only\x18\x07 \x01(\x08\x12\x15\n\rprompt_tokens\x18\x08 \x01(\r\x12\x1b\n\x13local_cached_tokens\x18\t \x01(\r\x12\x0c\n\x04turn\x18\n \x01(\r\x12\x0f\n\x07history\x18\x0b \x01(\x0c\"u\n\x0bNixlAddress\x12\x16\n\x0enixl_engine_id\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\x0c\n\x04port\x18\x03 \x01(\r\x12\x0f\n\x07tp_size\x18\x04 \x01(\r\x12\x10\n\x08\x64\x63p_size\x18\x05 \x01(\r\x12\x0f\n\x07pp_size\x18\x06 \x01(\r*\xc2\x04\n\x07Verdict\x12\x17\n\x13VERDICT_UNSPECIFIED\x10\x00\x12\x12\n\x0eVERDICT_REUSED\x10\x01\x12\x1a\n\x16VERDICT_PARTIAL_PREFIX\x10\x02\x12\x11\n\rVERDICT_LOCAL\x10\x03\x12\x16\n\x12VERDICT_FIRST_TURN\x10\x04\x12\x14\n\x10VERDICT_NO_LEASE\x10\x05\x12\x11\n\rVERDICT_ENDED\x10\x06\x12\x14\n\x10VERDICT_RELEASED\x10\x07\x12\x13\n\x0fVERDICT_EXPIRED\x10\x08\x12\x14\n\x10VERDICT_CONSUMED\x10\t\x12\x1c\n\x18VERDICT_READ_IN_PROGRESS\x10\n\x12\x17\n\x13VERDICT_READ_FAILED\x10\x0b\x12\x19\n\x15VERDICT_READ_TOO_LONG\x10\x0c\x12\x1b\n\x17VERDICT_PREFIX_MISMATCH\x10\r\x12\x1b\n\x17VERDICT_BELOW_THRESHOLD\x10\x0e\x12\x1e\n\x1aVERDICT_CHEAPER_TO_COMPUTE\x10\x0f\x12\x1d\n\x19VERDICT_UNSUPPORTED_MODEL\x10\x10\x12\x17\n\x13VERDICT_ENGINE_LOST\x10\x11\x12%\n!VERDICT_LEASE_SERVICE_UNREACHABLE\x10\x12\x12\x1d\n\x19VERDICT_STORE_UNAVAILABLE\x10\x13\x12\x16\n\x12VERDICT_TURNED_OFF\x10\x14\x12\x17\n\x13VERDICT_NOT_OFFERED\x10\x15*|\n\x08PlanKind\x12\x19\n\x15PLAN_KIND_UNSPECIFIED\x10\x00\x12\x12\n\x0ePLAN_KIND_PULL\x10\x01\x12\x13\n\x0fPLAN_KIND_LOCAL\x10\x02\x12\x17\n\x13PLAN_KIND_RECOMPUTE\x10\x03\x12\x13\n\x0fPLAN_KIND_ALONE\x10\x04*\xb3\x02\n\rReleaseReason\x12\x1e\n\x1aRELEASE_REASON_UNSPECIFIED\x10\x00\x12\x1b\n\x17RELEASE_REASON_CONSUMED\x10\x01\x12\x1d\n\x19RELEASE_REASON_SUPERSEDED\x10\x02\x12\x18\n\x14RELEASE_REASON_ENDED\x10\x03\x12\x17\n\x13RELEASE_REASON_IDLE\x10\x04\x12\x1b\n\x17RELEASE_REASON_PRESSURE\x10\x05\x12\x1e\n\x1aRELEASE_REASON_ENGINE_LOST\x10\x06\x12\x1a\n\x16RELEASE_REASON_REVOKED\x10\x07\x12\x1a\n\x16RELEASE_REASON_EXPIRED\x10\x08\x12\x1e\n\x1aRELEASE_REASON_READ_FAILED\x10\t*p\n\nEngineRole\x12\x1b\n\x17\x45NGINE_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13\x45NGINE_ROLE_PREFILL\x10\x01\x12\x16\n\x12\x45NGINE_ROLE_DECODE\x10\x02\x12\x14\n\x10\x45NGINE_ROLE_BOTH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvturn.v1.common_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_VERDICT']._serialized_start=1112
-  _globals['_VERDICT']._serialized_end=1690
-  _globals['_PLANKIND']._serialized_start=1692
-  _globals['_PLANKIND']._serialized_end=1816
-  _globals['_RELEASEREASON']._serialized_start=1819
-  _globals['_RELEASEREASON']._serialized_end=2126
-  _globals['_ENGINEROLE']._serialized_start=2128
-  _globals['_ENGINEROLE']._serialized_end=2240
+  _globals['_VERDICT']._serialized_start=1133
+  _globals['_VERDICT']._serialized_end=1711
+  _globals['_PLANKIND']._serialized_start=1713
+  _globals['_PLANKIND']._serialized_end=1837
+  _globals['_RELEASEREASON']._serialized_start=1840
+  _globals['_RELEASEREASON']._serialized_end=2147
+  _globals['_ENGINEROLE']._serialized_start=2149
+  _globals['_ENGINEROLE']._serialized_end=2261
   _globals['_CONVERSATIONKEY']._serialized_start=69
   _globals['_CONVERSATIONKEY']._serialized_end=142
   _globals['_TURNREPORT']._serialized_start=145
-  _globals['_TURNREPORT']._serialized_end=573
-  _globals['_BLOCKGROUP']._serialized_start=575
-  _globals['_BLOCKGROUP']._serialized_end=606
-  _globals['_TOKENDIGESTS']._serialized_start=608
-  _globals['_TOKENDIGESTS']._serialized_end=683
-  _globals['_RETENTION']._serialized_start=686
-  _globals['_RETENTION']._serialized_end=990
-  _globals['_NIXLADDRESS']._serialized_start=992
-  _globals['_NIXLADDRESS']._serialized_end=1109
+  _globals['_TURNREPORT']._serialized_end=594
+  _globals['_BLOCKGROUP']._serialized_start=596
+  _globals['_BLOCKGROUP']._serialized_end=627
+  _globals['_TOKENDIGESTS']._serialized_start=629
+  _globals['_TOKENDIGESTS']._serialized_end=704
+  _globals['_RETENTION']._serialized_start=707
+  _globals['_RETENTION']._serialized_end=1011
+  _globals['_NIXLADDRESS']._serialized_start=1013
+  _globals['_NIXLADDRESS']._serialized_end=1130
 # @@protoc_insertion_point(module_scope)

@@ -301,10 +301,12 @@ class ListTurnsRequest(_message.Message):
     def __init__(self, conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ...) -> None: ...
 
 class ListTurnsResponse(_message.Message):
-    __slots__ = ("turns",)
+    __slots__ = ("turns", "leases")
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    LEASES_FIELD_NUMBER: _ClassVar[int]
     turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
-    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ...) -> None: ...
+    leases: _containers.RepeatedCompositeFieldContainer[Lease]
+    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
 
 class DrainEngineRequest(_message.Message):
     __slots__ = ("engine_id", "draining")

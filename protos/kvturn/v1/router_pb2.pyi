@@ -70,10 +70,26 @@ class GetConversationRequest(_message.Message):
     def __init__(self, conversation_id: _Optional[str] = ..., model: _Optional[str] = ...) -> None: ...
 
 class GetConversationResponse(_message.Message):
-    __slots__ = ("turns",)
+    __slots__ = ("turns", "held")
     TURNS_FIELD_NUMBER: _ClassVar[int]
+    HELD_FIELD_NUMBER: _ClassVar[int]
     turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
-    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[HeldKv]
+    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[HeldKv, _Mapping]]] = ...) -> None: ...
+
+class HeldKv(_message.Message):
+    __slots__ = ("conversation_id", "engine_id", "token_count", "being_read", "kept")
+    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BEING_READ_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    conversation_id: str
+    engine_id: str
+    token_count: int
+    being_read: bool
+    kept: _duration_pb2.Duration
+    def __init__(self, conversation_id: _Optional[str] = ..., engine_id: _Optional[str] = ..., token_count: _Optional[int] = ..., being_read: bool = ..., kept: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class RouterServiceEndConversationRequest(_message.Message):
     __slots__ = ("conversation_id", "model")

@@ -451,6 +451,14 @@ class Lessor:
         self._advance(now_ns)
         return self._known(key) is not None
 
+    def held(self, key: ConversationKey, now_ns: int) -> LeaseView | None:
+        """Returns the conversation's lease that has not ended, None if there is none."""
+        self._advance(now_ns)
+        conversation = self._known(key)
+        if conversation is None or conversation.lease is None:
+            return None
+        return self._view(conversation.lease, now_ns)
+
     def awaits_turn(self, key: ConversationKey, turn: int, now_ns: int) -> bool:
         """Returns True if a retention of `turn` or later has yet to be announced.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvturn.v1 import lease_pb2
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from kvturn_lease.lessor import Lessor
     from kvturn_lease.routers import Routers, RouterSession
     from kvturn_lease.turn_reports import TurnReports
+
+_HELD_MAX = 16
+"""Leases of a scope that are listed."""
 
 
 class RouterSessions:
@@ -118,7 +122,8 @@ class RouterSessions:
         reports = self._reports.latest(family)
         if not reports and not any(self._lessor.knows(each, now_ns) for each in family):
             raise ConversationNotFound
-        return wire.turns(reports)
+        held = (self._lessor.held(each, now_ns) for each in family)
+        return wire.turns(reports, list(islice(filter(None, held), _HELD_MAX)))
 
     def _take(
         self,

@@ -481,9 +481,11 @@ def write_retained(response: lease_pb2.RouterSessionResponse, retained: Retained
     )
 
 
-def turns(reports: Sequence[tuple[ConversationKey, bytes]]) -> lease_pb2.ListTurnsResponse:
-    """Writes reports that turn_report() read."""
-    response = lease_pb2.ListTurnsResponse()
+def turns(
+    reports: Sequence[tuple[ConversationKey, bytes]], held: Sequence[LeaseView]
+) -> lease_pb2.ListTurnsResponse:
+    """Writes reports that turn_report() read, and the leases that are left of them."""
+    response = lease_pb2.ListTurnsResponse(leases=map(lease, held))
     for key, packed in reports:
         report = response.turns.add()
         report.ParseFromString(packed)

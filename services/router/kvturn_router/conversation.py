@@ -79,6 +79,28 @@ class TurnReport(msgspec.Struct, frozen=True):
     plan_reason: str = ""
 
 
+class HeldKv(msgspec.Struct, frozen=True):
+    """KV that a decode engine holds of a conversation now.
+
+    `kept_s` is for how long unless there is another sign of life, None while a
+    turn is in flight, and where nothing but need ends it.
+    """
+
+    conversation_id: str
+    engine_id: str
+    tokens: int
+    being_read: bool
+    kept_s: float | None
+
+
+class ConversationView(NamedTuple):
+    """What is known of a conversation, or of those of a scope: the latest turns, oldest first,
+    each with its conversation's id, and what is held."""
+
+    turns: list[tuple[str, TurnReport]]
+    held: list[HeldKv]
+
+
 class Naming(msgspec.Struct, frozen=True):
     """What a client named: a conversation, or else a scope, or "" for both."""
 

@@ -1,7 +1,7 @@
 """What a router remembers of the conversations that it has seen lately.
 
 A hundred thousand conversations of up to 64 turns each: as Python objects a
-turn would take 400 bytes, here it takes 56; and a record that is one `bytes`
+turn would take 400 bytes, here it takes 58; and a record that is one `bytes`
 object costs the garbage collector nothing. Nothing here does I/O.
 """
 
@@ -17,7 +17,7 @@ REPORTS_MAX: Final = 64
 """Turns remembered per conversation."""
 
 _head: Final = Struct("<Q")  # turns
-_turn: Final = Struct("<HHHHIIIIIIIIQ")
+_turn: Final = Struct("<HHHHHIIIIIIIIQ")
 _UINT32_MAX: Final = (1 << 32) - 1
 _WORDS_MAX: Final = 1 << 16
 
@@ -52,7 +52,7 @@ class ConversationBook:
         return turns
 
     def end_turn(self, key: ConversationKey, report: TurnReport) -> None:
-        """Remembers how a turn was served; not the reason of its plan."""
+        """Remembers how a turn was served; of its plan's reason the words, without the numbers."""
         record = self._records.get(key)
         if record is None:
             return
@@ -66,7 +66,7 @@ class ConversationBook:
 
 
 class _Words(dict[str, int]):
-    """Verdicts, plans and engines, numbered as they come; engines beyond its end have no name."""
+    """Verdicts, plans, reasons and engines, numbered as they come; those beyond its end are ""."""
 
     def __init__(self) -> None:
         self.spelt = ["", *(verdict.value for verdict in Verdict)]
@@ -97,6 +97,7 @@ class _TurnLog:
             words[report.plan],
             words[report.prefill_engine],
             words[report.decode_engine],
+            words[_words_of(report.plan_reason)],
             report.turn,
             report.prompt_tokens,
             report.reused_tokens,
@@ -122,6 +123,7 @@ class _TurnLog:
         plan: int,
         prefill_engine: int,
         decode_engine: int,
+        plan_reason: int,
         turn: int,
         prompt_tokens: int,
         reused_tokens: int,
@@ -147,4 +149,9 @@ class _TurnLog:
             output_tokens=output_tokens,
             prefill_engine=spelt[prefill_engine],
             decode_engine=spelt[decode_engine],
+            plan_reason=spelt[plan_reason],
         )
+
+
+def _words_of(reason: str) -> str:
+    return " ".join(word for word in reason.split() if "=" not in word)

@@ -15,7 +15,7 @@ from typing import Final
 from kvturn_router.account import Account
 from kvturn_router.admission import Admission
 from kvturn_router.body import decode_parts, prefill_parts
-from kvturn_router.conversation import ConversationKey, TurnReport
+from kvturn_router.conversation import ConversationKey, ConversationView
 from kvturn_router.conversation_book import ConversationBook
 from kvturn_router.costs import Costs
 from kvturn_router.engine_http import ConnectFault, EngineFault, Exchange, LostFault, SilentFault
@@ -55,7 +55,7 @@ from kvturn_router.session_turns import Retained, SessionTurn
 from kvturn_router.stock import Handle, StockTap
 from kvturn_router.stock_reuse import StockReuse
 from kvturn_router.telemetry import TurnSpan, TurnTracer
-from kvturn_router.turn_report import report_of
+from kvturn_router.turn_report import view_of
 from kvturn_router.verdict import Verdict
 from kvturn_router.waiting import NoRoom
 
@@ -157,18 +157,18 @@ class Forwarder:
         for turn in list(self.awaiting_grant):
             turn.tell()
 
-    async def reports(self, key: ConversationKey) -> list[TurnReport]:
-        """Returns a conversation's latest turns, oldest first.
+    async def conversation(self, key: ConversationKey) -> ConversationView:
+        """Returns a conversation's latest turns, and what is held of it.
 
         Over all routers where there is a lease service, else this one's. Raises
         TurnError 404 if it is not known, 503 if the lease service is silent.
         """
         if self.lease is not None:
-            return [report_of(report) for report in await self.lease.client.turns(key)]
+            return view_of(await self.lease.client.turns(key))
         reports = self.book.reports(key)
         if reports is None:
             raise no_conversation()
-        return reports
+        return ConversationView([(key.conversation_id, report) for report in reports], [])
 
     async def end_conversation(self, key: ConversationKey) -> int:
         """Ends a conversation; returns how many leases that ended. Raises TurnError."""

@@ -360,11 +360,15 @@ class HttpFront:
         )
 
     async def _tell(self, answer: HttpAnswer, key: ConversationKey) -> None:
-        reports = await self._forwarder.reports(key)
+        view = await self._forwarder.conversation(key)
         body = {
             "conversation_id": key.conversation_id,
             "model": key.model,
-            "turns": [msgspec.structs.asdict(report) for report in reports],
+            "turns": [
+                {"conversation_id": each, **msgspec.structs.asdict(report)}
+                for each, report in view.turns
+            ],
+            "held": view.held,
         }
         answer.whole(200, _JSON, msgspec.json.encode(body))
 

@@ -119,19 +119,18 @@ class LeaseClient:
             raise self._error(error) from None
         return float(answer.kept.ToMilliseconds() / 1000)
 
-    async def turns(self, key: ConversationKey) -> list[common_pb2.TurnReport]:
-        """Returns a conversation's latest turns, oldest first, whichever router served them.
+    async def turns(self, key: ConversationKey) -> lease_pb2.ListTurnsResponse:
+        """Returns a conversation's latest turns, whichever router served them, and its leases.
 
         Raises TurnError 404 if it is not known, 503 if the service does not answer.
         """
         request = lease_pb2.ListTurnsRequest(conversation=_message(key))
         try:
-            answer = await self._channels.ask(
+            return await self._channels.ask(
                 lambda stub: stub.ListTurns, request, timeout_s=_CALL_DEADLINE_S
             )
         except (Unanswered, grpc.aio.AioRpcError) as error:
             raise self._error(error) from None
-        return list(answer.turns)
 
 
 def verdict_of(number: int) -> Verdict | None:

@@ -84,6 +84,7 @@ def turn_report(conversation_id: str, report: TurnReport) -> bytes:
             _number(b"\x48", report.read_bytes, _UINT64_MAX),
             _duration(b"\x5a", report.first_byte_ms) if report.first_byte_ms else b"",
             _number(b"\x60", report.output_tokens),
+            _name(b"\x7a", report.plan_reason),
         )
     )
 

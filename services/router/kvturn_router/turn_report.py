@@ -4,8 +4,8 @@ from typing import Final, cast
 
 from google.protobuf import duration_pb2
 
-from kvturn.v1 import common_pb2
-from kvturn_router.conversation import TurnReport
+from kvturn.v1 import common_pb2, lease_pb2, router_pb2
+from kvturn_router.conversation import ConversationView, HeldKv, TurnReport
 from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
 
@@ -34,6 +34,7 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
         decode_engine=report.decode_engine,
         plan=PLANS.get(report.plan),
         first_byte_time=duration(report.first_byte_ms) if report.first_byte_ms else None,
+        plan_reason=report.plan_reason,
     )
 
 
@@ -53,6 +54,35 @@ def report_of(message: common_pb2.TurnReport) -> TurnReport:
         output_tokens=message.output_tokens,
         prefill_engine=message.prefill_engine,
         decode_engine=message.decode_engine,
+        plan_reason=message.plan_reason,
+    )
+
+
+def view_of(message: lease_pb2.ListTurnsResponse) -> ConversationView:
+    """Returns what the lease service knows of a conversation."""
+    return ConversationView(
+        [(report.conversation_id, report_of(report)) for report in message.turns],
+        [
+            HeldKv(
+                lease.conversation.conversation_id,
+                lease.engine_id,
+                lease.token_count,
+                lease.state == lease_pb2.Lease.STATE_READING,
+                _milliseconds(lease.idle_in) / 1000 if lease.HasField("idle_in") else None,
+            )
+            for lease in message.leases
+        ],
+    )
+
+
+def held_message(held: HeldKv) -> router_pb2.HeldKv:
+    """Returns the message of what is held."""
+    return router_pb2.HeldKv(
+        conversation_id=held.conversation_id,
+        engine_id=held.engine_id,
+        token_count=held.tokens,
+        being_read=held.being_read,
+        kept=None if held.kept_s is None else duration(held.kept_s * 1000),
     )
 
 
