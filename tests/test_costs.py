@@ -22,21 +22,23 @@ from kvturn_router.fit import HALF_LIFE_NS, PRIOR_DEVIATION, Fit
 
 SECOND_NS = 10**9
 WRONG = (0.25, 1.0, 4.0)
-BLOCK = 128
+BLOCKS = (16, 32, 128)
+"""Tokens of a block on decode, small and large."""
 
 
 class World(NamedTuple):
-    """How long things really take: ms of a leg, ms of a token."""
+    """How long things really take: ms of a leg, ms of a token; and tokens of a block on decode."""
 
     prefill: tuple[float, float] = (60.0, 0.9)
     read: tuple[float, float] = (150.0, 0.05)
     handover: tuple[float, float] = (60.0, 0.1)
     local: tuple[float, float] = (40.0, 1.1)
+    block: int = 128
 
     def serve(self, way: str, held: int, new: float, scale: tuple[float, float]) -> Took:
         """Returns what a turn tells; `scale` is the noise of each leg."""
         prompt = int(held + new)
-        begun = held % BLOCK
+        begun = held % self.block
         decode_ms = self.handover[0] + self.handover[1] * (new + begun)
         if way == "local":
             decode_ms = self.local[0] + self.local[1] * (new + begun)
@@ -95,35 +97,99 @@ def pick(costs: Costs, turn: Forecast, now_ns: int, *, explore: bool) -> str:
 HELD_OUT = [(held, new) for held in (450, 1300, 2600) for new in (12, 45, 170, 420, 900)]
 
 
-def regret(world: World, costs: Costs, now_ns: int) -> float:
-    """How much longer than the best ways the picked ones take, over turns not learned from."""
-    picked = best = 0.0
+def regrets(world: World, costs: Costs, now_ns: int) -> list[float]:
+    """How much longer than the best way the picked one takes, for each turn not learned from."""
+    found = []
     for held, new in HELD_OUT:
         turn = forecast(costs, held, round((new - 4) / 0.22))
         way = pick(costs, turn, now_ns, explore=False)
-        picked += world.ms(way, held, new)
-        best += min(world.ms(each, held, new) for each in ("pull", "local", "recompute"))
-    return picked / best - 1.0
+        best = min(world.ms(each, held, new) for each in ("pull", "local", "recompute"))
+        found.append(world.ms(way, held, new) / best - 1.0)
+    return found
 
 
+class Pupil:
+    """Costs that learn from turns of a world, one every five seconds, as they pick them."""
+
+    def __init__(self, world: World, priors: Priors, seed: int) -> None:
+        self.world = world
+        self.costs = Costs(priors)
+        self.now_ns = 0
+        self.rng = random.Random(seed)
+
+    def turn(self, way: str = "", slower: float = 1.0) -> None:
+        """Serves one turn as the costs pick it, or that way, and `slower` times as long."""
+        self.now_ns += 5 * SECOND_NS
+        rng = self.rng
+        held = rng.randint(300, 3500)
+        new_bytes = round(rng.choice((30, 100, 300, 1000, 3000)) * rng.uniform(0.8, 1.2))
+        turn = forecast(self.costs, held, new_bytes)
+        way = way or pick(self.costs, turn, self.now_ns, explore=True)
+        scale = (slower * rng.lognormvariate(0, 0.1), slower * rng.lognormvariate(0, 0.1))
+        took = self.world.serve(way, held, 4 + 0.22 * new_bytes, scale)
+        self.costs.learn(way, turn, took, self.now_ns)
+
+    def mean_regret(self) -> float:
+        """How much longer than the best ways its picks take, on average over unseen turns."""
+        found = regrets(self.world, self.costs, self.now_ns)
+        return sum(found) / len(found)
+
+
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("local", WRONG)
 @pytest.mark.parametrize("transfer", WRONG)
 @pytest.mark.parametrize("compute", WRONG)
-def test_priors_that_are_wrong_by_four_are_overridden(compute, transfer, local):
-    """After 25 turns, with a tenth of noise, picks cost within 10 % of the best and stay so."""
-    world, rng = World(), random.Random(7)
-    costs, now_ns = Costs(world.wrong(compute, transfer, local)), 0
-    regrets = []
-    for _ in range(60):
-        now_ns += 5 * SECOND_NS
-        held = rng.randint(300, 3500)
-        new_bytes = round(rng.choice((30, 100, 300, 1000, 3000)) * rng.uniform(0.8, 1.2))
-        turn = forecast(costs, held, new_bytes)
-        way = pick(costs, turn, now_ns, explore=True)
-        scale = (rng.lognormvariate(0, 0.1), rng.lognormvariate(0, 0.1))
-        costs.learn(way, turn, world.serve(way, held, 4 + 0.22 * new_bytes, scale), now_ns)
-        regrets.append(regret(world, costs, now_ns))
-    assert max(regrets[25:]) < 0.1
+def test_priors_that_are_wrong_by_four_are_overridden(compute, transfer, local, block):
+    """After 25 turns, with a tenth of noise, picks are within 10 % of the best and stay so."""
+    world = World(block=block)
+    pupil = Pupil(world, world.wrong(compute, transfer, local), seed=7)
+    for index in range(60):
+        pupil.turn()
+        assert index < 25 or pupil.mean_regret() < 0.1
+
+
+@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("slower", [3.0, 5.0, 10.0])
+def test_a_way_whose_first_turn_was_an_outlier_is_tried_again(slower, block):
+    """The first local turn took far longer than they do: 40 turns later that is known.
+
+    In one run of twenty another accident may have followed.
+    """
+    wrong = []
+    for seed in range(20):
+        pupil = Pupil(World(block=block), World().wrong(1, 1, 1), seed)
+        pupil.turn("local", slower)
+        for _ in range(40):
+            pupil.turn()
+        if pupil.mean_regret() >= 0.1:
+            wrong.append(seed)
+    assert len(wrong) <= 1
+
+
+@pytest.mark.parametrize("slower", [20, 200])
+def test_what_was_learned_while_decode_stood_still_is_forgotten(slower):
+    """Thirty local turns took far longer: half an hour later picks are right again."""
+    for seed in range(10):
+        pupil = Pupil(World(), Priors(), seed)
+        for _ in range(60):
+            pupil.turn()
+        for _ in range(30):
+            pupil.turn("local", slower)
+        assert pupil.mean_regret() > 0.1, seed
+        for _ in range(360):
+            pupil.turn()
+        assert pupil.mean_regret() < 0.1, seed
+
+
+def test_block_size_shows_in_what_the_cache_left():
+    """All that was found could be blocks of 256, but 100 tokens were left: blocks are of 128."""
+    costs = Costs()
+    for held in (2608, 2660):
+        turn = forecast(costs, held, 300)
+        costs.learn("local", turn, Took(held + 70, 0, 2560, 0.0, 200.0, 0), 0)
+    whole = costs.estimates(forecast(costs, 20 * 128, 300), 0).local.ms
+    begun = costs.estimates(forecast(costs, 21 * 128 + 2, 300), 0).local.ms
+    assert begun - whole == pytest.approx(2 * costs.learned().local[1])
 
 
 def taught(world: World, turns: int = 40) -> Costs:

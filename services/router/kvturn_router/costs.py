@@ -21,12 +21,16 @@ MODELS_MAX: Final = 1024
 """Models whose bytes per token are kept."""
 RUNNING_PENALTY: Final = 0.1
 """What a local turn costs each request that runs on its engine, as a share of its own compute."""
-EXPLORED_FIRST: Final = 4
+EXPLORED_FIRST: Final = 6
 """Turns of a decode engine that may go a way only because little is known of it, to begin with."""
 EXPLORED_SHARE: Final = 64
 """After that one turn in so many may."""
 HOPE: Final = 1.5
-"""Deviations by which a way may be better than its estimate; one that nothing is known of, 4x."""
+"""How far a way may be better than its estimate, in doubts (`Fit.doubt`).
+
+One that nothing is known of 4x, and one that was not taken for an hour up to 100x: what was learned
+of an engine while it stood still must not keep turns off it for ever.
+"""
 
 BLOCK_TOKENS: Final = 16
 """Tokens of a block on decode, until local turns have shown it."""
@@ -131,7 +135,7 @@ class Costs:
         self._generation = _Fits(priors.generation)
         self._decode_cache = _Recent(1.0, SHARE_STEP)
         self._prefill_cache = _Recent(0.0, SHARE_STEP)
-        self._blocks = _Recent(BLOCK_TOKENS, 1.0)
+        self._blocks = _Blocks()
         self._leg_tokens = _Recent(0.0, LEG_STEP)
         self._explored: OrderedDict[str, list[int]] = OrderedDict()
 
@@ -221,10 +225,8 @@ class Costs:
         held = min(forecast.held_tokens, took.prompt_tokens)
         decode = forecast.decode
         if took.cached_tokens > 0:
-            # What decode's cache finds is whole blocks, and their size a power of two.
-            known = self._blocks.of(decode) if decode in self._blocks else BLOCK_TOKENS_MAX
-            self._blocks.saw(decode, min(known, took.cached_tokens & -took.cached_tokens))
-        whole = held - held % int(self._blocks.of(decode))
+            self._blocks.found(decode, held, took.cached_tokens)
+        whole = held - held % self._blocks.of(decode)
         if whole > 0:
             self._decode_cache.saw(decode, min(took.cached_tokens / whole, 1.0))
         if took.decode_ms <= 0:
@@ -285,7 +287,7 @@ class Costs:
 
     def _missed(self, decode: str, held: int) -> float:
         """Retained tokens that decode computes again: a begun block, and what its cache lost."""
-        begun = held % int(self._blocks.of(decode))
+        begun = held % self._blocks.of(decode)
         return begun + (held - begun) * (1.0 - self._decode_cache.of(decode))
 
 
@@ -296,9 +298,6 @@ class _Recent:
         self._means: OrderedDict[str, float] = OrderedDict()
         self._last = prior
         self._step = step
-
-    def __contains__(self, engine: str) -> bool:
-        return engine in self._means
 
     def of(self, engine: str) -> float:
         """Returns an engine's number."""
@@ -311,6 +310,39 @@ class _Recent:
         self._means.move_to_end(engine)
         if len(self._means) > ENGINES_MAX:
             self._means.popitem(last=False)
+
+
+class _Blocks:
+    """Tokens of a block, per decode engine. A new engine begins with what the last one showed.
+
+    A block's size is a power of two. What decode's prefix cache finds is whole blocks, so it is a
+    divisor of that; and it is more than what the cache left of the history, unless blocks were
+    lost. Between the two the smaller is taken: who expects too little of decode alone would never
+    learn better.
+    """
+
+    def __init__(self) -> None:
+        self._bounds: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._last = BLOCK_TOKENS
+
+    def of(self, engine: str) -> int:
+        """Returns an engine's block size."""
+        bounds = self._bounds.get(engine)
+        return self._last if bounds is None else bounds[0]
+
+    def found(self, engine: str, held_tokens: int, cached_tokens: int) -> None:
+        """Takes in what the cache found of a history."""
+        least, most = self._bounds.get(engine, (1, BLOCK_TOKENS_MAX))
+        most = min(most, cached_tokens & -cached_tokens)
+        left = max(held_tokens - cached_tokens, 0)
+        above = 1 << left.bit_length()
+        if above <= most:
+            least = max(least, above)
+        self._last = min(least, most)
+        self._bounds[engine] = self._last, most
+        self._bounds.move_to_end(engine)
+        if len(self._bounds) > ENGINES_MAX:
+            self._bounds.popitem(last=False)
 
 
 class _Fits:
@@ -355,7 +387,7 @@ class _Fits:
 
 def _estimate(fit: Fit, units: float, now_ns: int) -> Estimate:
     ms = fit.value(units)
-    return Estimate(ms, ms / (1.0 + HOPE * fit.deviation(units, now_ns)))
+    return Estimate(ms, ms / (1.0 + HOPE * fit.doubt(units, now_ns)))
 
 
 def _sum(*parts: Estimate) -> Estimate:

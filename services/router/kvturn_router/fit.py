@@ -12,6 +12,10 @@ from typing import Final
 
 PRIOR_DEVIATION: Final = 2.0
 """How far off a rate may be that nothing is known of, as a share of it."""
+DOUBT_FIRST: Final = 2.0
+"""How far off a rate may be after n observations, times 1 + n: any of so few may be an outlier."""
+DOUBT_MAX: Final = 64.0
+"""How far off one may be that was known once and has not been observed for long."""
 PRIOR_CORRELATION: Final = 0.5
 """How far the two are off together: an engine is first of all fast or slow."""
 MEMORY: Final = 0.95
@@ -45,6 +49,7 @@ class Fit:
         "_fixed_var",
         "_known_ns",
         "_noise",
+        "_observed",
         "_prior",
         "each",
         "fixed",
@@ -60,6 +65,8 @@ class Fit:
         self._both = PRIOR_CORRELATION * PRIOR_DEVIATION**2
         self._noise = NOISE_FIRST**2
         self._known_ns: int | None = None
+        # Observations, each halved with what is known.
+        self._observed = 0.0
 
     def value(self, units: float) -> float:
         """Returns what is to be expected."""
@@ -77,6 +84,17 @@ class Fit:
         )
         return min(sqrt(max(variance, 0.0) * self._fading(now_ns)), PRIOR_DEVIATION)
 
+    def doubt(self, units: float, now_ns: int) -> float:
+        """Returns how far off `value` may be, as a share of it, for all that time may have changed.
+
+        Unlike `deviation`, which is what observations scatter by, it reckons with few of them being
+        all outliers, and with all that were seen having been taken while something stood still:
+        what nobody has looked at for long may be anything, up to DOUBT_MAX.
+        """
+        fading = self._fading(now_ns)
+        few = DOUBT_FIRST / (1.0 + self._observed / fading)
+        return min(max(self.deviation(units, now_ns), few) * fading, DOUBT_MAX)
+
     def scatter(self) -> float:
         """Returns how far observations lie from what is expected, as a share of it."""
         return sqrt(self._noise)
@@ -87,7 +105,9 @@ class Fit:
         `blur` is the deviation of what was subtracted to obtain it, in its own
         unit.
         """
-        self._fade(self._fading(now_ns) / MEMORY)
+        fading = self._fading(now_ns)
+        self._fade(fading / MEMORY)
+        self._observed = self._observed / fading + 1.0
         self._known_ns = now_ns
         value = self.fixed + self.each * units
         prior_fixed, prior_each = self._prior
