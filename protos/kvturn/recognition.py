@@ -111,9 +111,10 @@ class _Index(Generic[_K]):
 
     def add(self, what: _K, branch: _Branch) -> None:
         found = self._branches.setdefault(what, branch)
+        if found is branch:
+            return  # nearly always
         if isinstance(found, _Branch):
-            if found is not branch:
-                self._branches[what] = {found: None, branch: None}
+            self._branches[what] = {found: None, branch: None}
             return
         found[branch] = None
         if len(found) > self._alike_max:
@@ -121,12 +122,12 @@ class _Index(Generic[_K]):
 
     def discard(self, what: _K, branch: _Branch) -> None:
         found = self._branches.get(what)
-        if isinstance(found, dict):
+        if found is branch:
+            del self._branches[what]  # nearly always
+        elif isinstance(found, dict):
             found.pop(branch, None)
             if not found:
                 del self._branches[what]
-        elif found is branch:
-            del self._branches[what]
 
 
 class Recognition:
@@ -270,16 +271,13 @@ class Recognition:
     def _asked(self, branch: _Branch, points: Sequence[bytes]) -> None:
         """Notes what a branch's latest turn was asked with."""
         own, answered = (*_tagged(branch.key, points[:2]), b"", b"")[:2]
-        for index, old, new in (
-            (self._own, branch.own, own),
-            (self._answered, branch.answered, answered),
-        ):
-            if old != new:
-                index.discard(old, branch)
-                if new:
-                    index.add(new, branch)
-        branch.own, branch.answered = own, answered
-        branch.points = b"".join(point[:POINT_BYTES] for point in points[:POINTS_MAX])
+        if branch.own != own:
+            _move(self._own, branch, branch.own, own)
+            branch.own = own
+        if branch.answered != answered:
+            _move(self._answered, branch, branch.answered, answered)
+            branch.answered = answered
+        branch.points = b"".join([point[:POINT_BYTES] for point in points[:POINTS_MAX]])
 
 
 def minted_id(scope: str, random_hex: str) -> str:
@@ -304,6 +302,13 @@ def _above(key: Key) -> Key | None:
     """Returns what a branch is under: the conversation or scope in its id, None if none is."""
     found = _branch_id.fullmatch(key[2])
     return None if found is None else (key[0], key[1], found[1])
+
+
+def _move(index: _Index[bytes], branch: _Branch, old: bytes, new: bytes) -> None:
+    if old:
+        index.discard(old, branch)
+    if new:
+        index.add(new, branch)
 
 
 def _tagged(key: Key, points: Sequence[bytes]) -> list[bytes]:
