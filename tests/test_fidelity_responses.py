@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from response_engine import RESPONSES, answer_of, offer_responses, output_of
 from response_engine import events as response_events
-from router_harness import Rig, router
+from router_harness import FakeLease, Rig, router
 
 from kvturn_router.body import parse
 from kvturn_router.errors import TurnError
@@ -31,7 +31,7 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
         ({"tools": [FUNCTION, {"type": "custom", "name": "c"}]}, False),
         ({"tools": [], "background": False, "truncation": "disabled"}, False),
         ({"tools": None, "previous_response_id": None, "max_output_tokens": None}, False),
-        ({"previous_response_id": "resp_1"}, True),
+        ({"previous_response_id": "resp_1"}, False),
         ({"background": True}, True),
         ({"truncation": "auto"}, True),
         ({"max_output_tokens": 0}, True),
@@ -42,13 +42,13 @@ FUNCTION = {"type": "function", "name": "f", "parameters": {}}
     ],
 )
 def test_what_cannot_be_split_is_recognised(members, alone):
-    """A history that only decode has, background work, the engine's own tools, a cut prompt."""
+    """Background work, the engine's own tools, a cut prompt."""
     assert responses_need_decode_alone(parse(json.dumps(members).encode())) is alone
 
 
 @pytest.mark.parametrize(
     ("member", "value"),
-    [("previous_response_id", 1), ("background", "yes"), ("tools", {}), ("max_output_tokens", "1")],
+    [("background", "yes"), ("tools", {}), ("max_output_tokens", "1")],
 )
 def test_a_member_of_the_wrong_kind_is_refused_by_name(member, value):
     """What the router itself reads must be of the right kind."""
@@ -116,9 +116,9 @@ def asking(**members: Any) -> dict[str, Any]:
 
 
 @contextlib.asynccontextmanager
-async def offering(decodes: int = 1) -> AsyncIterator[Rig]:
+async def offering(decodes: int = 1, lease: FakeLease | None = None) -> AsyncIterator[Rig]:
     """A router whose engines offer the Responses API."""
-    async with router(decodes=decodes) as rig:
+    async with router(decodes=decodes, lease=lease) as rig:
         for engine in (*rig.prefills, *rig.decodes):
             offer_responses(engine)
         yield rig
@@ -187,6 +187,42 @@ async def test_what_goes_on_with_a_response_goes_to_the_engine_that_keeps_it():
         cancelled = await rig.ask("POST", f"{RESPONSES}/{latest}/cancel", b"")
         assert cancelled.status == 400
         assert "synchronous" in cancelled.json["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_goes_on_with_a_held_response_is_a_local_turn(stream):
+    """Its engine holds the lease: the turn is told as its, and is retained for the next one.
+
+    Without a lease it is served there all the same; nothing is retained of one without reuse.
+    """
+    async with offering(lease=FakeLease(), decodes=3) as rig:
+        first = await rig.post(asking(), RESPONSES)
+        conversation = first.headers["x-kvturn-conversation"]
+        [holder] = [one for one in rig.decodes if any(s.path == RESPONSES for s in one.seen)]
+        body = asking(input="And then?", previous_response_id=first.json["id"], stream=stream)
+        [elsewhere, *_] = [one for one in rig.decodes if one is not holder]
+        for lease_id, engine, verdict in (
+            ("inc.1.1", holder, "local"),
+            ("", holder, "no_lease"),
+            ("inc.1.1", elsewhere, "no_lease"),
+        ):
+            rig.lease.lease_id, rig.lease.http_address = lease_id, engine.url
+            rig.lease.verdict = "NO_LEASE"
+            answer = await rig.post(body, RESPONSES)
+            assert (answer.status, answer.verdict) == (200, verdict)
+            named = holder.seen[-1].json["kv_transfer_params"]["kvturn"]
+            assert named["conversation"] == conversation
+            assert "lease_id" not in named
+            assert "history" not in named
+            assert rig.lease.begun[-1].reuse
+            assert not rig.lease.begun[-1].points
+        off = await rig.post(body, RESPONSES, headers=[("X-Kvturn-Reuse", "off")])
+        assert off.verdict == "turned_off"
+        assert "kv_transfer_params" not in holder.seen[-1].json
+        own = body | {"truncation": "auto"}
+        assert (await rig.post(own, RESPONSES)).verdict == "not_offered"
+        wrong = await rig.post(body | {"previous_response_id": 1}, RESPONSES)
+        assert (wrong.status, wrong.json["error"]["param"]) == (400, "previous_response_id")
 
 
 async def test_another_tenants_response_is_not_known():

@@ -64,6 +64,7 @@ class Fleet:
         size: TurnSize = SHORT,
         *,
         alone: bool = False,
+        bound: bool = False,
         **fixed: Any,
     ) -> Any:
         choice = decide(
@@ -76,6 +77,7 @@ class Fleet:
             Thresholds(**fixed),
             model="m",
             alone=alone,
+            bound=bound,
             now_ns=SECOND_NS,
         )
         assert REASON.fullmatch(choice.reason), choice.reason
@@ -242,6 +244,18 @@ def test_an_answer_that_cannot_be_split_goes_to_decode_alone(fleet):
     assert plan.forecast is None
     off = fleet.decide(Resolution(Verdict.TURNED_OFF), alone=True)
     assert off.verdict is Verdict.TURNED_OFF
+
+
+def test_what_only_the_holder_can_answer_is_local_where_it_holds_a_lease(fleet):
+    """No prefill leg either way; without a lease the verdict says why nothing was retained."""
+    fleet.prefills = []
+    held = fleet.decide(bound=True)
+    assert (held.kind, held.prefill, held.verdict) == (PlanKind.LOCAL, None, Verdict.LOCAL)
+    assert held.forecast is None
+    released = fleet.decide(Resolution(Verdict.RELEASED), bound=True)
+    assert (released.kind, released.verdict) == (PlanKind.ALONE, Verdict.RELEASED)
+    both = fleet.decide(Resolution(Verdict.NOT_OFFERED), bound=True, alone=True)
+    assert (both.kind, both.verdict) == (PlanKind.ALONE, Verdict.NOT_OFFERED)
 
 
 def test_without_prefill_a_holder_serves_its_own_and_others_are_refused(fleet):

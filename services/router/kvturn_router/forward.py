@@ -282,7 +282,9 @@ class _Turn:
         forwarder = self._forwarder
         request = self._request
         reuse = request.reuse and not request.alone
-        if reuse and (forwarder.lease is not None or self._stock is not None):
+        # What goes on with a response of its engine's does not tell its history.
+        tells = request.response is None
+        if reuse and tells and (forwarder.lease is not None or self._stock is not None):
             key = request.key
             self._history = history_of(
                 request.members, request.path, key.tenant, key.model, request.scope
@@ -349,12 +351,17 @@ class _Turn:
         fleet = forwarder.fleet
         resolution = self._resolution
         try:
+            holder = self._holder()
+            if self._request.response is not None and resolution.verdict is None:
+                kept = fleet.holder(resolution.http_address, resolution.engine_id)
+                # The conversation went on elsewhere: what is retained there is of no use here.
+                resolution = resolution if kept is holder else Resolution(Verdict.NO_LEASE)
             plan = decide(
                 resolution,
                 TurnSize(self._history.prompt_bytes, self._history.new_bytes),
                 fleet.prefills,
                 fleet.decodes,
-                self._holder(),
+                holder,
                 forwarder.costs,
                 forwarder.thresholds,
                 model=self._request.key.model,
@@ -570,8 +577,8 @@ class _Turn:
                 account.lose_handover()
 
     def _check_holder(self, engine: Engine) -> None:
-        """Ends an attempt to be served by the holder alone: without it there is no reason to be."""
-        if self._account.kind is PlanKind.LOCAL:
+        """Ends an attempt to be served by the holder alone, if another engine could serve it."""
+        if self._account.kind is PlanKind.LOCAL and self._request.response is None:
             self._let_go(engine)
             raise _HolderGoneFault
 

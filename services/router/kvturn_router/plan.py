@@ -27,7 +27,7 @@ class PlanKind(StrEnum):
     RECOMPUTE = "recompute"
     """Prefill computes the whole prompt."""
     ALONE = "alone"
-    """Decode serves the request without prefill: its answer cannot be split."""
+    """Decode serves the request without prefill, which could not do its part of it."""
 
 
 class Resolution(msgspec.Struct, frozen=True):
@@ -162,17 +162,20 @@ def decide(
     `holder` is the decode engine at the resolution's address, None if it is
     not one of ours. `model` is the name that the client asks for. `alone` says
     that the answer cannot be given through prefill and decode, and `bound` that
-    no engine but the holder can give it, however much it has to do, and while
-    it drains. Raises NoEngine.
+    no engine but the holder can give it, which has the history, however much it
+    has to do, and while it drains: a local turn where it holds a lease, too.
+    Raises NoEngine.
     """
     if bound and holder is not None:
         decode, where = holder, _HOME
     else:
         decode, where = _decode_engine(holder, decodes, thresholds)
-    if alone:
-        off = resolution.verdict is Verdict.TURNED_OFF
-        told = Verdict.TURNED_OFF if off else Verdict.NOT_OFFERED
-        return Plan(PlanKind.ALONE, None, decode, "", told, f"not_split {where}", None)
+    if alone or bound:
+        held = resolution.verdict is None and resolution.lease_id != "" and where == _HOME
+        kind = PlanKind.LOCAL if held and not alone else PlanKind.ALONE
+        told = Verdict.LOCAL if kind is PlanKind.LOCAL else resolution.verdict
+        reason = f"{'not_split' if alone else 'history_at_decode'} {where}"
+        return Plan(kind, None, decode, "", told or Verdict.NOT_OFFERED, reason, None)
     prefill = prefills.least()
     verdict = resolution.verdict
     if verdict is None and where == _LOST:

@@ -73,18 +73,17 @@ class ResponseName(NamedTuple):
 
 
 def responses_need_decode_alone(members: Members) -> bool:
-    """Tells whether the answer cannot be given through prefill and decode.
+    """Tells whether the answer cannot be split into one prompt and what is generated from it.
 
-    True for a history that only decode has, a generation in the background,
-    tools that the engine runs itself, and a prompt cut to what fits. Raises
-    TurnError 400 for a member of a wrong kind.
+    True for a generation in the background, tools that the engine runs itself,
+    and a prompt cut to what fits. Raises TurnError 400 for a member of a wrong
+    kind.
     """
     limit = given_number(members, "max_output_tokens")
     background = given_flag(members, "background")
     truncation = given_string(members, "truncation")
     return (
-        given_string(members, "previous_response_id") is not None
-        or background
+        background
         or truncation not in (None, "disabled")
         or (limit is not None and limit < 1)
         or not _splits(given(members, "tools", "array"))
