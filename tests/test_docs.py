@@ -18,7 +18,23 @@ ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 ROUTER_README = ROOT / "services" / "router" / "README.md"
-DOCUMENTS = (README, ARCHITECTURE, ROOT / "CHANGELOG.md", ROUTER_README)
+LEASE_README = ROOT / "services" / "lease" / "README.md"
+CONNECTOR_README = ROOT / "connector" / "README.md"
+CLI_README = ROOT / "cli" / "README.md"
+TURNS = ROOT / "docs" / "turns.md"
+SECURITY = ROOT / "docs" / "security.md"
+DOCUMENTS = (
+    README,
+    ARCHITECTURE,
+    ROOT / "CHANGELOG.md",
+    ROUTER_README,
+    LEASE_README,
+    CONNECTOR_README,
+    CLI_README,
+    TURNS,
+    SECURITY,
+    ROOT / "docs" / "clients.md",
+)
 PACKAGES = (
     "connector/kvturn_connector",
     "services/lease/kvturn_lease",
@@ -29,6 +45,11 @@ PACKAGES = (
 UPSTREAM_KEYS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
 FLAGS_OF_OTHERS = {
     "--allowed-media-domains",
+    "--cacert",
+    "--fail-with-body",
+    "--retry",
+    "--retry-all-errors",
+    "--retry-delay",
     "--auto-compaction-mode",
     "--auto-compaction-retention",
     "--enable-prompt-tokens-details",
@@ -90,16 +111,11 @@ def flags_of(text: str) -> dict[str, str]:
     return flags
 
 
-def documented(title: str) -> dict[str, str]:
-    """Returns the flags of a table of the README's settings with their defaults."""
-    tables: dict[str, dict[str, str]] = {}
-    table: dict[str, str] = {}
-    for cells in rows(section(README, "Settings")):
-        if cells[0].startswith("flag of "):
-            table = tables[names(cells[0])[0]] = {}
-        else:
-            table[names(cells[0])[0]] = cells[1]
-    return tables[title]
+def documented(document: Path) -> dict[str, str]:
+    """Returns the flags of the table of a service's settings with their defaults."""
+    head, *table = rows(section(document, "Settings"))
+    assert head[0].startswith("flag of ")
+    return {names(cells[0])[0]: cells[1] for cells in table}
 
 
 def own_keys() -> set[str]:
@@ -123,9 +139,9 @@ def test_architecture_lists_exactly_the_modules_of_each_package(package: str) ->
 
 
 def test_connector_keys_and_defaults_are_those_of_the_code() -> None:
-    """Keys of kv_connector_extra_config, ours and upstream's, in the README's table."""
+    """Keys of kv_connector_extra_config, ours and upstream's, in the connector's table."""
     keys = own_keys() | UPSTREAM_KEYS
-    table = rows(section(README, "The connector in your own vLLM"))[1:]
+    table = rows(section(CONNECTOR_README, "The connector in your own vLLM"))[1:]
     assert {names(cells[0])[0] for cells in table} == keys
     config = ConnectorConfig.from_extra({})
     defaults = {names(cells[0])[0]: cells[1] for cells in table}
@@ -148,9 +164,9 @@ def test_no_connector_key_is_named_that_is_not_there(document: Path) -> None:
     assert set(re.findall(r"\bkvturn_[a-z_]+", document.read_text())) <= known
 
 
-def test_the_connector_settings_that_the_readme_shows_are_accepted() -> None:
+def test_the_connector_settings_that_are_shown_are_accepted() -> None:
     """Both JSON blocks, as the connector reads them at start."""
-    blocks = re.findall(r"```json\n(.*?)```", README.read_text(), re.DOTALL)
+    blocks = re.findall(r"```json\n(.*?)```", CONNECTOR_README.read_text(), re.DOTALL)
     shown = [json.loads(block) for block in blocks]
     assert [one["kv_role"] for one in shown] == ["kv_producer", "kv_consumer"]
     for one in shown:
@@ -158,19 +174,21 @@ def test_the_connector_settings_that_the_readme_shows_are_accepted() -> None:
         assert one["kv_load_failure_policy"] == "recompute"
 
 
-@pytest.mark.parametrize("service", ["router", "lease"])
+@pytest.mark.parametrize(
+    ("service", "document"), [("router", ROUTER_README), ("lease", LEASE_README)]
+)
 def test_flags_and_defaults_of_the_services_are_those_of_the_code(
-    service: str, help_of: Callable[[str], str]
+    service: str, document: Path, help_of: Callable[[str], str]
 ) -> None:
     """The tables under Settings hold every flag and no other."""
-    assert documented(f"kvturn {service}") == flags_of(help_of(service))
+    assert documented(document) == flags_of(help_of(service))
 
 
 def test_flags_of_up_and_its_companions_are_those_of_the_code(
     help_of: Callable[[str], str],
 ) -> None:
     """The text under "Run it on one machine" names every flag and no other."""
-    shown = set(re.findall(r"--[a-z][a-z-]+", section(README, "Run it on one machine")))
+    shown = set(re.findall(r"--[a-z][a-z-]+", section(CLI_README, "Run it on one machine")))
     there: set[str] = set()
     for command in ("up", "down", "chat", "demo"):
         there |= set(flags_of(help_of(command)))
@@ -188,14 +206,26 @@ def test_no_flag_is_named_that_is_not_there(help_of: Callable[[str], str]) -> No
 
 
 def test_the_verdict_table_is_the_enum() -> None:
-    """README, contract and router name the same verdicts, in the same order."""
-    table = [names(cells[0])[0] for cells in rows(section(README, "Verdicts"))[1:]]
+    """Document, contract and router name the same verdicts, in the same order."""
+    table = [names(cells[0])[0] for cells in rows(section(TURNS, "Verdicts"))[1:]]
     contract = [
         name.removeprefix("VERDICT_").lower()
         for name, _ in common_pb2.Verdict.items()
         if name != "VERDICT_UNSPECIFIED"
     ]
     assert table == contract == [verdict.value for verdict in Verdict]
+
+
+def test_the_reasons_of_plans_are_those_of_the_code() -> None:
+    """Each word that is listed stands in plan.py, and each stand to the holder is listed."""
+    listed = {
+        names(cells[0])[0]
+        for cells in rows(section(TURNS, "Reasons of plans"))
+        if names(cells[0]) and not cells[0].startswith("a verdict")
+    }
+    text = (ROOT / "services/router/kvturn_router/plan.py").read_text()
+    assert not [word for word in listed if not re.search(rf"\b{word}\b", text)]
+    assert set(re.findall(r'"((?:no|at)_holder|holder_\w+)"', text)) <= listed
 
 
 def test_the_lease_rules_are_eighteen_and_name_modules_that_are_there() -> None:

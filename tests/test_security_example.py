@@ -1,0 +1,74 @@
+"""The example of docs/security.md works as it is pasted."""
+
+import asyncio
+import re
+import shutil
+import signal
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from stub_engine import StubEngine
+
+GUARD_S = 60
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "security.md"
+
+
+def blocks(language: str) -> list[str]:
+    """Returns the document's blocks of code in a language."""
+    return re.findall(rf"```{language}\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports that are free now."""
+    taken = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in taken]
+    for one in taken:
+        one.close()
+    return ports
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_the_example_is_served_over_tls_with_a_key_and_reuse(tmp_path: Path) -> None:
+    """Shell first, then Python; only ports and the command's place are other than written."""
+    prefill, decode = await StubEngine("prefill").start(), await StubEngine("decode").start()
+    lease, http, grpc = free_ports(3)
+    changes = {
+        ".venv/bin/kvturn": f"{sys.executable} -m kvturn_cli",
+        "http://127.0.0.1:8100": prefill.url,
+        "http://127.0.0.1:8200": decode.url,
+        "kvturn_cli router": f"kvturn_cli router --port {http} --grpc-port {grpc}",
+        "--port 7600": f"--port {lease}",
+        "localhost:7600": f"localhost:{lease}",
+        "localhost:8000": f"localhost:{http}",
+        "localhost:8001": f"localhost:{grpc}",
+    }
+    (shell,), (python,) = blocks("sh"), blocks("python")
+    for written, meant in changes.items():
+        shell, python = shell.replace(written, meant), python.replace(written, meant)
+    held = await asyncio.create_subprocess_exec(
+        "bash",
+        "-c",
+        f"trap 'trap - TERM; kill 0' TERM\n{shell}\necho; echo done; wait",
+        cwd=tmp_path,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        assert held.stdout is not None
+        async with asyncio.timeout(GUARD_S):
+            said = (await held.stdout.readuntil(b"done\n")).decode()
+        assert '"object"' in said
+        asked = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", python, cwd=tmp_path, stdout=asyncio.subprocess.PIPE
+        )
+        async with asyncio.timeout(GUARD_S):
+            verdict, _ = await asked.communicate()
+        assert verdict == b"first_turn\n"
+    finally:
+        held.send_signal(signal.SIGTERM)
+        await held.wait()
+        await prefill.stop()
+        await decode.stop()
