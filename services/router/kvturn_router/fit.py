@@ -74,15 +74,7 @@ class Fit:
 
     def deviation(self, units: float, now_ns: int) -> float:
         """Returns how far off `value` may be, as a share of it, up to PRIOR_DEVIATION."""
-        value = self.fixed + self.each * units
-        fixed = self._prior[0] / value
-        each = self._prior[1] * units / value
-        variance = (
-            fixed * fixed * self._fixed_var
-            + 2 * fixed * each * self._both
-            + each * each * self._each_var
-        )
-        return min(sqrt(max(variance, 0.0) * self._fading(now_ns)), PRIOR_DEVIATION)
+        return self._deviation(units, self._fading(now_ns))
 
     def doubt(self, units: float, now_ns: int) -> float:
         """Returns how far off `value` may be, as a share of it, for all that time may have changed.
@@ -93,7 +85,18 @@ class Fit:
         """
         fading = self._fading(now_ns)
         few = DOUBT_FIRST / (1.0 + self._observed / fading)
-        return min(max(self.deviation(units, now_ns), few) * fading, DOUBT_MAX)
+        return min(max(self._deviation(units, fading), few) * fading, DOUBT_MAX)
+
+    def _deviation(self, units: float, fading: float) -> float:
+        value = self.fixed + self.each * units
+        fixed = self._prior[0] / value
+        each = self._prior[1] * units / value
+        variance = (
+            fixed * fixed * self._fixed_var
+            + 2 * fixed * each * self._both
+            + each * each * self._each_var
+        )
+        return min(sqrt(max(variance, 0.0) * fading), PRIOR_DEVIATION)
 
     def scatter(self) -> float:
         """Returns how far observations lie from what is expected, as a share of it."""
