@@ -213,10 +213,13 @@ def test_what_cannot_start_is_refused_before_anything_starts(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"router_args": ("--plan=fast",)}, "router would refuse its --router-arg: --plan 'fast'"),
+        (
+            {"router_args": ("--plan=fast",)},
+            "router would not start: --plan 'fast' must be one of auto",
+        ),
         ({"router_args": ("--prot=1",)}, "unrecognized arguments: --prot=1; did you mean --port?"),
         ({"router_args": ("--port=1",)}, "--router-arg must not move the router; give --router-p"),
-        ({"lease_args": ("--idle=no",)}, r"lease would refuse its --lease-arg: --idle .* seconds"),
+        ({"lease_args": ("--idle=no",)}, r"lease would not start: --idle .* seconds"),
         ({"lease_args": ("--host=::",)}, "--lease-arg must not move the lease service; give"),
         ({"lease_args": ("TOKENS",)}, "--lease-arg: .* without TLS and tokens; start the parts"),
         ({"router_args": ("TLS",)}, "--router-arg: kvturn up speaks without TLS with its router"),

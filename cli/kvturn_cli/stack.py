@@ -258,7 +258,7 @@ class Stack:
             try:
                 lease = lease_config.parse_config(self._lease_args(), environment)
             except lease_config.ConfigError as error:
-                raise ConfigError(f"kvturn lease would refuse its --lease-arg: {error}") from None
+                raise ConfigError(f"kvturn lease would not start: {error}") from None
             if (lease.host, lease.port) != (HOST, self.lease_port):
                 raise ConfigError("--lease-arg must not move the lease service; give --lease-port")
             if lease.tls is not None or lease.token_files:
@@ -270,7 +270,7 @@ class Stack:
             try:
                 router = router_config.parse_config(self._router_args(), environment)
             except router_config.ConfigError as error:
-                raise ConfigError(f"kvturn router would refuse its --router-arg: {error}") from None
+                raise ConfigError(f"kvturn router would not start: {error}") from None
             if (router.host, router.port) != (HOST, self.router_port):
                 raise ConfigError("--router-arg must not move the router; give --router-port")
             if router.tls is not None:

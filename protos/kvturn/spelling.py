@@ -14,7 +14,8 @@ _LIKENESS_MIN = 0.5
 
 COMMANDS = ("chat", "demo", "down", "lease", "otlp", "router", "up")
 """Whose settings are also variables: those of `kvturn up` begin with KVTURN_UP_."""
-_OTHERS = ("KVTURN_ETCD",)
+_OTHERS = ("KVTURN_ETCD", "KVTURN_MULTI_TURN_BENCHMARK", "KVTURN_TRACE")
+"""No command's: which etcd to run; the last two are of a checkout's tests and benchmarks."""
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
