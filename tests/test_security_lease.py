@@ -17,6 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from router_harness import router, turn_body
 from router_process import process
+from tcp_proxy import TcpProxy
 
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.lease_channels import LeaseChannels, Unanswered
@@ -444,6 +445,31 @@ async def test_an_engine_without_a_token_says_so_once(
     said = [r.getMessage() for r in caplog.records if r.name == "vllm.kvturn"]
     assert len(said) == 1
     assert "recompute" in said[0]
+
+
+@pytest.mark.parametrize("theirs", ["plain", "tls"])
+async def test_an_engine_whose_tls_does_not_fit_says_so_once(
+    theirs: str, ours: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With the key of its own settings, and no more often than that."""
+    pair = ours.issue()
+    flags = [f"--tls-cert={pair.cert}", f"--tls-key={pair.key}"] if theirs == "tls" else []
+    extra = {} if theirs == "tls" else {"kvturn_lease_ca": str(ours.ca)}
+    reason = {
+        "plain": "it speaks no TLS: leave kvturn_lease_ca out, or set --tls-cert",
+        "tls": "it closes connections at once: if it has --tls-cert, set kvturn_lease_ca;",
+    }[theirs]
+    async with lease_service(*flags) as behind:
+        async with TcpProxy("127.0.0.1", int(behind.rpartition(":")[2])) as proxy:
+            address = f"127.0.0.1:{proxy.port}"
+            async with connector(address, **extra) as client:
+                await until(lambda: "no session" in caplog.text)
+                attempts = proxy.connections
+                await until(lambda: proxy.connections > attempts + 3)
+                assert not client.registered
+    said = [r.getMessage() for r in caplog.records if r.name == "vllm.kvturn"]
+    assert len(said) == 1
+    assert f"no session with the lease service at {address}: {reason}" in said[0]
 
 
 async def test_a_router_without_a_token_serves_without_reuse(
