@@ -373,8 +373,13 @@ class _Fits:
 
     def kept(self, key: str) -> Fit:
         """Returns the fit of a key, to learn."""
-        fit = self.of(key)
-        self.keep(key, fit)
+        fit = self._fits.get(key)
+        if fit is None:
+            fit = Fit(self.taught_rates)
+            self.keep(key, fit)
+        else:
+            self._taught = fit
+            self._fits.move_to_end(key)
         return fit
 
     def keep(self, key: str, fit: Fit) -> None:
@@ -391,7 +396,11 @@ def _estimate(fit: Fit, units: float, now_ns: int) -> Estimate:
 
 
 def _sum(*parts: Estimate) -> Estimate:
-    return Estimate(sum(part.ms for part in parts), sum(part.best_ms for part in parts))
+    ms = best_ms = 0.0
+    for part_ms, part_best_ms in parts:
+        ms += part_ms
+        best_ms += part_best_ms
+    return Estimate(ms, best_ms)
 
 
 def _learn_together(parts: Sequence[tuple[Fit, float]], observed_ms: float, now_ns: int) -> None:

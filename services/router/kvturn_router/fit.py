@@ -7,7 +7,7 @@ far off counts as less far off, and lets doubt grow, so that one moves little
 and several in a row are believed.
 """
 
-from math import sqrt
+from math import copysign, sqrt
 from typing import Final
 
 PRIOR_DEVIATION: Final = 2.0
@@ -89,14 +89,15 @@ class Fit:
 
     def _deviation(self, units: float, fading: float) -> float:
         value = self.fixed + self.each * units
-        fixed = self._prior[0] / value
-        each = self._prior[1] * units / value
-        variance = (
+        prior_fixed, prior_each = self._prior
+        fixed = prior_fixed / value
+        each = prior_each * units / value
+        variance = fading * (
             fixed * fixed * self._fixed_var
             + 2 * fixed * each * self._both
             + each * each * self._each_var
         )
-        return min(sqrt(max(variance, 0.0) * fading), PRIOR_DEVIATION)
+        return min(sqrt(variance), PRIOR_DEVIATION) if variance > 0.0 else 0.0
 
     def scatter(self) -> float:
         """Returns how far observations lie from what is expected, as a share of it."""
@@ -123,7 +124,7 @@ class Fit:
         variance = known + self._noise + blurred
         bound = OUTLIER * sqrt(variance)
         off = observed / value - 1.0
-        error = min(max(off, -bound), bound)
+        error = off if -bound <= off <= bound else copysign(bound, off)
         step = error / variance
         self.fixed = max(self.fixed + fixed_reach * step * prior_fixed, RATE_MIN * prior_fixed)
         self.each = max(self.each + each_reach * step * prior_each, RATE_MIN * prior_each)
@@ -137,21 +138,24 @@ class Fit:
             self._noise += NOISE_STEP * (noise - self._noise)
 
     def _fading(self, now_ns: int) -> float:
-        if self._known_ns is None:
+        if self._known_ns is None or now_ns <= self._known_ns:
             return 1.0
-        halvings = max(now_ns - self._known_ns, 0) / HALF_LIFE_NS
+        halvings = (now_ns - self._known_ns) / HALF_LIFE_NS
         return float(2.0 ** min(halvings, _HALVINGS_MAX))
 
     def _fade(self, factor: float) -> None:
         """Lets doubt grow by a factor, of each part up to where nothing is known of it."""
-        fixed = _growth(self._fixed_var, self.fixed / self._prior[0], factor)
-        each = _growth(self._each_var, self.each / self._prior[1], factor)
+        prior_fixed, prior_each = self._prior
+        fixed = _growth(self._fixed_var, self.fixed / prior_fixed, factor)
+        each = _growth(self._each_var, self.each / prior_each, factor)
         self._fixed_var *= fixed
         self._each_var *= each
-        self._both *= sqrt(fixed * each)
+        self._both *= fixed if fixed == each else sqrt(fixed * each)
 
 
 def _growth(variance: float, rate: float, factor: float) -> float:
     """Returns how much of a factor a variance may grow by; `rate` as a share of its prior."""
     unknown = (PRIOR_DEVIATION * rate) ** 2
-    return min(factor, max(unknown / max(variance, 1e-12), 1.0))
+    if variance * factor <= unknown:
+        return factor
+    return unknown / variance if unknown > variance else 1.0
