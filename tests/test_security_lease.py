@@ -459,14 +459,15 @@ async def test_an_engine_whose_tls_does_not_fit_says_so_once(
         "plain": "it speaks no TLS: leave kvturn_lease_ca out, or set --tls-cert",
         "tls": "it closes connections at once: if it has --tls-cert, set kvturn_lease_ca;",
     }[theirs]
-    async with lease_service(*flags) as behind:
-        async with TcpProxy("127.0.0.1", int(behind.rpartition(":")[2])) as proxy:
-            address = f"127.0.0.1:{proxy.port}"
-            async with connector(address, **extra) as client:
-                await until(lambda: "no session" in caplog.text)
-                attempts = proxy.connections
-                await until(lambda: proxy.connections > attempts + 3)
-                assert not client.registered
+    async with (
+        lease_service(*flags) as behind,
+        TcpProxy("127.0.0.1", int(behind.rpartition(":")[2])) as proxy,
+        connector(address := f"127.0.0.1:{proxy.port}", **extra) as client,
+    ):
+        await until(lambda: "no session" in caplog.text)
+        attempts = proxy.connections
+        await until(lambda: proxy.connections > attempts + 3)
+        assert not client.registered
     said = [r.getMessage() for r in caplog.records if r.name == "vllm.kvturn"]
     assert len(said) == 1
     assert f"no session with the lease service at {address}: {reason}" in said[0]
