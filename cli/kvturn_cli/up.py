@@ -242,6 +242,8 @@ def down(argv: list[str]) -> int:
         print("kvturn is not up; nothing to stop.")
         return 0
     was_running = state.holder.is_running()
+    if was_running:
+        print(f"stopping what process {state.holder.pid} runs", flush=True)
     stopped = stop_run(state)
     if not stopped:
         print(
