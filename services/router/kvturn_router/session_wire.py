@@ -52,7 +52,7 @@ def begin_turn(
             field(b"\x12", conversation),
             b"\x18\x01" if recognise else b"",
             b"\x22\x10" + b"\x22\x10".join(points) if points else b"",
-            _duration(b"\x2a", wait_ms) if wait_ms else b"",
+            _wait(wait_ms) if wait_ms else b"",
             b"\x30\x01" if reuse else b"",
         )
     )
@@ -107,6 +107,11 @@ def _served(verdict: Verdict, plan: str, prefill_engine: str, decode_engine: str
     )
 
 
+@functools.lru_cache(16)  # it is a setting
+def _wait(wait_ms: int) -> bytes:
+    return _duration(b"\x2a", wait_ms)
+
+
 @functools.lru_cache(_WRITTEN_MAX)
 def _owner(tenant: str, model: str) -> bytes:
     return _name(b"\x0a", tenant) + _name(b"\x12", model)
@@ -118,5 +123,7 @@ def _name(tag: bytes, name: str) -> bytes:
 
 def _duration(tag: bytes, milliseconds: float) -> bytes:
     # A Duration, to the microsecond.
+    if not milliseconds:
+        return tag + b"\x00"
     seconds, microseconds = divmod(round(milliseconds * 1000), 1_000_000)
     return field(tag, _number(b"\x08", seconds) + _number(b"\x10", microseconds * 1000))
