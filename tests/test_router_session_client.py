@@ -118,6 +118,21 @@ async def test_turns_that_begin_together_go_out_together():
         assert fake.batches == 3
 
 
+async def test_turns_that_begin_soon_after_a_message_share_the_next(monkeypatch):
+    """Ten in as many passes of the event loop, right after one that was told at once."""
+    monkeypatch.setattr("kvturn_router.router_session._PACE_S", 0.2)
+    async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
+        await until(lambda: one.sessions)
+        await one.resolution(begin(one))
+        batches = fake.batches
+        turns = []
+        for _ in range(10):
+            turns.append(begin(one))
+            await asyncio.sleep(0)
+        await asyncio.gather(*(one.resolution(turn) for turn in turns))
+        assert fake.batches == batches + 1
+
+
 async def test_a_turn_with_reuse_off_is_told_and_never_waits():
     """It is in flight, and gets its number when the service has answered."""
     async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
