@@ -346,6 +346,18 @@ async def test_turns_of_a_router_that_is_cut_off_without_a_word_are_over_soon() 
         await service.until_idle()
 
 
+async def test_a_new_term_numbers_turns_after_those_that_routers_bring(service: Service) -> None:
+    """Only the routers know: nothing of these turns was retained."""
+    router = await Router(service).up()
+    for turn_id in (1, 2, 3):
+        told = await router.begin(turn_id)
+    await service.fail_over()
+    brought = beginning(3)
+    brought.turn = told.turn
+    again = await Router(service).up(brought)
+    assert (await again.begin(4)).turn == 4
+
+
 async def test_turns_of_a_router_that_died_are_over(service: Service) -> None:
     """A conversation stays alive while the other router's turn of it is in flight."""
     engine = await Engine(service).up()

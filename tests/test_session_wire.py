@@ -57,13 +57,20 @@ def test_a_report_is_the_message_that_the_library_makes(conversation_id, report)
     points=st.lists(st.binary(min_size=16, max_size=16), max_size=20),
     wait_ms=st.integers(0, 5_000),
     reuse=st.booleans(),
+    number=counts,
 )
 def test_a_turn_begins_with_the_message_that_the_library_makes(
-    turn_id, key, recognise, points, wait_ms, reuse
+    turn_id, key, recognise, points, wait_ms, reuse, number
 ):
     """With and without all that may be absent; in a message of its kind and in the first one."""
     begin = begin_turn(
-        turn_id, key, recognise=recognise, points=points, wait_ms=wait_ms, reuse=reuse
+        turn_id,
+        key,
+        recognise=recognise,
+        points=points,
+        wait_ms=wait_ms,
+        reuse=reuse,
+        number=number,
     )
     wait = duration_pb2.Duration()
     wait.FromMilliseconds(wait_ms)
@@ -76,6 +83,7 @@ def test_a_turn_begins_with_the_message_that_the_library_makes(
         points=points,
         wait=wait if wait_ms else None,
         reuse=reuse,
+        turn=number,
     )
     bare = lease_pb2.EndTurn(turn_id=3)
     request = session_request(

@@ -1,4 +1,5 @@
-"""`make sim`: many seeds of the real cores, then each mutant until it is caught.
+"""`make sim`: many seeds of the real cores, then each mutant until it is caught; then the same
+for routers' sessions.
 
 `make sim SEED=n` replays one seed with its event log.
 """
@@ -6,9 +7,13 @@
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
 import sys
 
 from sim.hunt import hunt
+from sim.router_mutants import MUTANTS as ROUTER_MUTANTS
+from sim.router_world import run_router_seed
 from sim.seeds import COVERAGE, run_seeds
 from sim.simulation import run_seed
 
@@ -19,12 +24,32 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="replay this seed and print its event log")
     parser.add_argument("--seeds", type=int, default=20_000, help="how many seeds to run")
     parser.add_argument("--mutant-seeds", type=int, default=2_000, help="seeds for each mutant")
+    parser.add_argument("--router-seeds", type=int, default=2_000, help="of routers' sessions")
     arguments = parser.parse_args()
     if arguments.seed is not None:
         return _replay(arguments.seed)
     healthy = _run_many(arguments.seeds)
     caught = _hunt_mutants(arguments.mutant_seeds)
-    return 0 if healthy and caught else 1
+    counted = _run_routers(arguments.router_seeds)
+    return 0 if healthy and caught and counted else 1
+
+
+def _run_routers(seeds: int) -> bool:
+    context = multiprocessing.get_context("spawn")
+    with context.Pool(os.cpu_count()) as pool:
+        failures = [each for each, _ in pool.imap(run_router_seed, range(seeds), 20) if each]
+    for failure in failures:
+        print(failure, file=sys.stderr)
+    print(f"\n{seeds - len(failures)} of {seeds} seeds keep routers' sessions")
+    survivors = [
+        name
+        for name, cores in ROUTER_MUTANTS.items()
+        if not any(run_router_seed(seed, cores)[0] for seed in range(seeds))
+    ]
+    for name in survivors:
+        print(f"survives: {name}", file=sys.stderr)
+    print(f"{len(ROUTER_MUTANTS) - len(survivors)} of {len(ROUTER_MUTANTS)} mutants are caught")
+    return not failures and not survivors
 
 
 def _replay(seed: int) -> int:

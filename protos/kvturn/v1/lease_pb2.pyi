@@ -211,20 +211,22 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., turns_in_flight: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ...) -> None: ...
 
 class BeginTurn(_message.Message):
-    __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse")
+    __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse", "turn")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     RECOGNISE_FIELD_NUMBER: _ClassVar[int]
     POINTS_FIELD_NUMBER: _ClassVar[int]
     WAIT_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
+    TURN_FIELD_NUMBER: _ClassVar[int]
     turn_id: int
     conversation: _common_pb2.ConversationKey
     recognise: bool
     points: _containers.RepeatedScalarFieldContainer[bytes]
     wait: _duration_pb2.Duration
     reuse: bool
-    def __init__(self, turn_id: _Optional[int] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., recognise: bool = ..., points: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reuse: bool = ...) -> None: ...
+    turn: int
+    def __init__(self, turn_id: _Optional[int] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., recognise: bool = ..., points: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reuse: bool = ..., turn: _Optional[int] = ...) -> None: ...
 
 class EndTurn(_message.Message):
     __slots__ = ("turn_id", "retains", "report")

@@ -520,10 +520,13 @@ class Lessor:
         conversation.turns_begun = max(conversation.turns_begun, conversation.turn) + 1
         return conversation.turns_begun, self._resolution(conversation, now_ns) if ask else None
 
-    def take_over_turn(self, key: ConversationKey, now_ns: int) -> None:
-        """Notes that a turn is in flight which was numbered before, maybe by another term."""
+    def take_over_turn(self, key: ConversationKey, number: int, now_ns: int) -> None:
+        """Notes that a turn is in flight which was numbered before, maybe by another term.
+
+        `number` is 0 if it is not known; else no turn that begins gets it again.
+        """
         conversation = self._touched(key, 1, now_ns)
-        conversation.turns_begun = max(conversation.turns_begun, conversation.turn, 1)
+        conversation.turns_begun = max(conversation.turns_begun, conversation.turn, number, 1)
 
     def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
         """Notes a sign of life, and that so many more turns began than ended."""

@@ -59,6 +59,8 @@ class Beginning(NamedTuple):
     points: Sequence[bytes]
     wait_ns: int
     reuse: bool
+    number: int = 0
+    """Of a turn that began in an earlier session: as that gave it, 0 if it did not."""
 
 
 class Begun(NamedTuple):
@@ -101,7 +103,7 @@ class Turn:
         self.key = key
         self.points = points
         self.number = number
-        """In its conversation; 0 if it was given by another session or term."""
+        """In its conversation; 0 if it began in an earlier session, unanswered."""
         self.ended = False
         self.retained = False
         """Its retention was announced."""
@@ -213,8 +215,9 @@ class Routers:
         for told in in_flight:
             if told.turn_id not in session.turns and len(session.turns) < self._limits.turns:
                 self._recognition.began(told.key, told.points)
-                self._lessor.take_over_turn(told.key, now_ns)
-                self._count_in(Turn(session, told.turn_id, told.key, told.points, 0))
+                self._lessor.take_over_turn(told.key, told.number, now_ns)
+                turn = Turn(session, told.turn_id, told.key, told.points, told.number)
+                self._count_in(turn)
         return session
 
     def close(self, session: RouterSession, now_ns: int) -> None:

@@ -377,6 +377,7 @@ def beginning(message: lease_pb2.BeginTurn) -> Beginning:
         points,
         min(wait_ns, RESOLVE_WAIT_MAX_NS),
         message.reuse,
+        message.turn,
     )
 
 

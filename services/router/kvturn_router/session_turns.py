@@ -225,6 +225,7 @@ class SessionTurns:
             points=turn.points,
             wait_ms=self._grant_wait_ms if turn.reuse else 0,
             reuse=turn.reuse,
+            number=turn.number,
         )
 
     def close(self) -> None:

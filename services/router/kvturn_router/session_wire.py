@@ -43,8 +43,12 @@ def begin_turn(
     points: Sequence[bytes],
     wait_ms: int,
     reuse: bool,
+    number: int = 0,
 ) -> bytes:
-    """Returns a BeginTurn. Points have POINT_BYTES each; nothing is said of a wait of 0."""
+    """Returns a BeginTurn. Points have POINT_BYTES each; nothing is said of a wait of 0.
+
+    `number` is the turn's, where an earlier session gave it one.
+    """
     conversation = _owner(key.tenant, key.model) + field(b"\x1a", key.conversation_id.encode())
     return b"".join(
         (
@@ -54,6 +58,7 @@ def begin_turn(
             b"\x22\x10" + b"\x22\x10".join(points) if points else b"",
             _wait(wait_ms) if wait_ms else b"",
             b"\x30\x01" if reuse else b"",
+            _number(b"\x38", number),
         )
     )
 
