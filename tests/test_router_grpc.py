@@ -568,8 +568,18 @@ async def test_a_caller_that_never_reads_is_given_up(monkeypatch):
         async with asyncio.timeout(10):
             await rig.decode.turns[0].gone.wait()
         with pytest.raises(grpc.aio.AioRpcError) as error:
-            [each async for each in call]
+            async with asyncio.timeout(30):
+                [each async for each in call]
         assert error.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+async def test_a_caller_whose_first_message_is_not_taken_is_told(monkeypatch):
+    """Given up before anything was written: the call ends all the same, with our own error."""
+    monkeypatch.setattr(grpc_front, "_STALL_S", 0)
+    async with router() as rig, dial(rig) as (_, stub):
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            [each async for each in stub.Chat(chat(), timeout=10)]
+        assert error_info(error.value).reason == "SLOW"
 
 
 async def test_health_and_reflection_answer():

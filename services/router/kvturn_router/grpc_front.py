@@ -73,7 +73,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
             turn = self._turn(request, context, stream=True)
             async with self._serving(turn) as answer:
                 report = await answer.begun()
-                await _send_metadata(context, turn, answer)
+                # Apart from the first message, even if there is none: a write that is given up
+                # would leave it unclear whether it was sent, and no status could follow.
+                await context.send_initial_metadata(answer.metadata(turn.request_id))
                 first = report_message(turn.key.conversation_id, report)
                 await _write(context, router_pb2.ChatResponse(report=first))
                 while (chunk := await answer.next_chunk()) is not None:
