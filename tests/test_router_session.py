@@ -358,6 +358,19 @@ async def test_a_new_term_numbers_turns_after_those_that_routers_bring(service: 
     assert (await again.begin(4)).turn == 4
 
 
+@pytest.mark.parametrize("teller", ["engine", "router"])
+async def test_a_turn_number_that_was_made_up_stops_no_turn(service: Service, teller: str) -> None:
+    """There is no higher one on the wire; turns are served all the same."""
+    if teller == "engine":
+        await (await Engine(service).up()).grant("c", (1 << 32) - 1)
+        router = await Router(service).up()
+    else:
+        brought = beginning(3)
+        brought.turn = (1 << 32) - 1
+        router = await Router(service).up(brought)
+    assert (await router.begin(4)).turn == (1 << 32) - 1
+
+
 async def test_turns_of_a_router_that_died_are_over(service: Service) -> None:
     """A conversation stays alive while the other router's turn of it is in flight."""
     engine = await Engine(service).up()

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from kvturn_lease.lease import Lease
 
 TURNS_IN_FLIGHT_MAX = 1_000_000
+TURN_MAX = (1 << 32) - 1
+"""Highest number of a turn; all that follow have it, too. Only one that was made up is so high."""
 
 
 class ConversationKey(NamedTuple):

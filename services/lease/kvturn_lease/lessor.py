@@ -59,6 +59,7 @@ from typing import TYPE_CHECKING
 
 from kvturn_lease.config import Policy
 from kvturn_lease.conversation import (
+    TURN_MAX,
     TURNS_IN_FLIGHT_MAX,
     Conversation,
     ConversationKey,
@@ -517,7 +518,8 @@ class Lessor:
         Returns its number in the conversation, from 1, and, if it asks, what resolve() tells.
         """
         conversation = self._touched(key, 1, now_ns)
-        conversation.turns_begun = max(conversation.turns_begun, conversation.turn) + 1
+        last = max(conversation.turns_begun, conversation.turn)
+        conversation.turns_begun = min(last + 1, TURN_MAX)
         return conversation.turns_begun, self._resolution(conversation, now_ns) if ask else None
 
     def take_over_turn(self, key: ConversationKey, number: int, now_ns: int) -> None:
