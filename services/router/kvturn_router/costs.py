@@ -28,7 +28,7 @@ EXPLORED_SHARE: Final = 64
 HOPE: Final = 1.5
 """How far a way may be better than its estimate, in doubts (`Fit.doubt`).
 
-One that nothing is known of 4x, and one that was not taken for an hour up to 100x: what was learned
+One that nothing is known of 7x, and one that was not taken for an hour up to 100x: what was learned
 of an engine while it stood still must not keep turns off it for ever.
 """
 

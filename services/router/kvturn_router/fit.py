@@ -12,8 +12,11 @@ from typing import Final
 
 PRIOR_DEVIATION: Final = 2.0
 """How far off a rate may be that nothing is known of, as a share of it."""
-DOUBT_FIRST: Final = 2.0
-"""How far off a rate may be after n observations, times 1 + n: any of so few may be an outlier."""
+DOUBT_FEW: Final = 2.0
+"""How far off a rate may be after n observations: this times x + x^4, where x = 1 / (1 + n).
+
+A prior may be worse than the one that was reckoned with, and any of a few observations an outlier.
+"""
 DOUBT_MAX: Final = 64.0
 """How far off one may be that was known once and has not been observed for long."""
 PRIOR_CORRELATION: Final = 0.5
@@ -84,8 +87,9 @@ class Fit:
         what nobody has looked at for long may be anything, up to DOUBT_MAX.
         """
         fading = self._fading(now_ns)
-        few = DOUBT_FIRST / (1.0 + self._observed / fading)
-        return min(max(self._deviation(units, fading), few) * fading, DOUBT_MAX)
+        share = fading / (fading + self._observed)
+        few = DOUBT_FEW * (share + share**4)
+        return min(max(self._deviation(units, fading), few) * sqrt(fading), DOUBT_MAX)
 
     def _deviation(self, units: float, fading: float) -> float:
         value = self.fixed + self.each * units
