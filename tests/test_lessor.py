@@ -649,6 +649,22 @@ def test_a_turn_in_flight_is_not_idle(bench: Bench, decode: Decode) -> None:
     assert decode.releases() == [(1, ReleaseReason.IDLE)]
 
 
+def test_a_turn_of_a_living_router_counts_however_long_it_takes(
+    bench: Bench, decode: Decode
+) -> None:
+    """Its session would have ended with its router; another turn comes and goes meanwhile."""
+    bench.lessor.begin_turn(key(), False, bench.now)
+    bench.wait(CONFIG.idle_ns + CONFIG.max_hold_ns + S, decode)
+    bench.lessor.begin_turn(key(), False, bench.now)
+    bench.lessor.end_turn(key(), bench.now)
+    decode.grant(1)
+    bench.wait(2 * CONFIG.idle_ns, decode)
+    assert decode.releases() == []
+    bench.lessor.end_turn(key(), bench.now)
+    bench.wait(CONFIG.idle_ns + S, decode)
+    assert decode.releases() == [(1, ReleaseReason.IDLE)]
+
+
 def test_turns_in_flight_never_fall_below_zero(bench: Bench, decode: Decode) -> None:
     """A turn's end whose begin was lost must not make the next turn look like none."""
     bench.touch(-1)

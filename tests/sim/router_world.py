@@ -77,7 +77,7 @@ class LeaseNode(Node):
 
     def _lead(self) -> None:
         self.term += 1
-        config = LessorConfig(idle_ns=IDLE_NS, max_hold_ns=60 * S)
+        config = LessorConfig(idle_ns=IDLE_NS, max_hold_ns=self.sim.max_hold_ns)
         self.lessor = self.sim.cores.lessor(config, self.term)
         recognition = self.sim.cores.recognition(1_000)
         self.recognition = recognition
@@ -442,6 +442,7 @@ class RouterWorld:
         self.over = False
         self.think_ns = self.random.choice((S // 2, 3 * S, 10 * S))
         self.long_turns = self.random.random() < 0.5
+        self.max_hold_ns = self.random.choice((IDLE_NS, 2 * IDLE_NS, 10 * IDLE_NS))
         weather = Weather(delay_ns=self.random.choice((MS, 20 * MS)), spike=0.02, spike_ns=S)
         self.network = Network(self.world, weather)
         self.lease = LeaseNode(self)

@@ -38,6 +38,7 @@ class Conversation:
         "last_incarnation",
         "last_number",
         "lease",
+        "told_in_flight",
         "turn",
         "turns_begun",
         "turns_in_flight",
@@ -64,6 +65,8 @@ class Conversation:
         """What its client says, again and again, that it is away for at most; 0 if it does not.
         In place of the idle time if shorter, until the conversation has been idle once."""
         self.turns_in_flight = 0
+        self.told_in_flight = 0
+        """Of those, the ones of routers' sessions, which are over when they say so or end."""
         self.closed = False
         """The client ended it and no turn has begun since."""
 

@@ -518,6 +518,7 @@ class Lessor:
         Returns its number in the conversation, from 1, and, if it asks, what resolve() tells.
         """
         conversation = self._touched(key, 1, now_ns)
+        conversation.told_in_flight += 1
         last = max(conversation.turns_begun, conversation.turn)
         conversation.turns_begun = min(last + 1, TURN_MAX)
         return conversation.turns_begun, self._resolution(conversation, now_ns) if ask else None
@@ -528,7 +529,13 @@ class Lessor:
         `number` is 0 if it is not known; else no turn that begins gets it again.
         """
         conversation = self._touched(key, 1, now_ns)
+        conversation.told_in_flight += 1
         conversation.turns_begun = max(conversation.turns_begun, conversation.turn, number, 1)
+
+    def end_turn(self, key: ConversationKey, now_ns: int) -> None:
+        """Notes that a turn is over which began by begin_turn() or take_over_turn()."""
+        conversation = self._touched(key, -1, now_ns)
+        conversation.told_in_flight = max(conversation.told_in_flight - 1, 0)
 
     def touch(self, key: ConversationKey, turns_in_flight_delta: int, now_ns: int) -> None:
         """Notes a sign of life, and that so many more turns began than ended."""
@@ -1164,9 +1171,9 @@ class Lessor:
         return tuple((self._id_of(lease), lease.outlook) for lease in changed.values())
 
     def _forget_lost_turns(self, conversation: Conversation, now_ns: int) -> None:
-        """A router that died never reports the end of its turns; silence does it for it."""
+        """A router without a session that died never reports its turns' end; silence does."""
         if now_ns >= conversation.alive_until_ns + self.config.max_hold_ns:
-            conversation.turns_in_flight = 0
+            conversation.turns_in_flight = conversation.told_in_flight
 
     def _record_conversation(self, conversation: Conversation, reason: ReleaseReason) -> None:
         record = ConversationRecord(conversation.engine_id, reason)

@@ -156,13 +156,17 @@ class _Line:
             del self.by_history[turn.points[0]]
 
     def find(self, retention: Retention) -> Turn | None:
-        """Returns the turn that left a retention; by its history if its number is not known."""
+        """Returns the turn that left a retention; by its history if its number does not tell.
+
+        A number is not known of a turn that was never answered, and two turns have the same one
+        if another term gave it out before it was told of the first.
+        """
+        own = retention.history
         turn = self.by_number.get(retention.turn)
-        if turn is None:
-            turn = self.by_history.get(retention.history)
-            if turn is not None and turn.number:
-                return None
-        return turn
+        if turn is not None and (not own or not turn.points or turn.points[0] == own):
+            return turn
+        turn = self.by_history.get(own)
+        return turn if turn is not None and turn.number in (0, retention.turn) else None
 
     def must_wait(self, points: Sequence[bytes]) -> bool:
         """True if a grant is on its way that a turn with these points may go on from."""
@@ -264,7 +268,7 @@ class Routers:
             return None
         turn.ended = True
         self._recognition.ended(turn.key)
-        self._lessor.touch(turn.key, -1, now_ns)
+        self._lessor.end_turn(turn.key, now_ns)
         line = self._lines[turn.key]
         if turn.timer_ns != NEVER_NS:
             self._deadlines.disarm(turn)
