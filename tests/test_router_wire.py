@@ -149,6 +149,24 @@ async def test_requests_with_the_head_of_the_one_before_are_read_as_that_was():
         assert (await client.answer()).status == 413
 
 
+async def test_a_head_that_was_right_is_no_claim_to_room_for_a_body():
+    """Nothing is left for bodies when the second request comes: it is refused as any other."""
+    async with router() as rig:
+        client = await rig.client()
+        for _ in range(2):
+            await client.send("POST", CHAT, BODY)
+            assert (await client.answer()).status == 200
+        bodies = rig.server._listener.bodies
+        left, bodies.left = bodies.left, len(BODY) - 1
+        await client.send("POST", CHAT, BODY)
+        assert (await client.answer()).status == 503
+        assert bodies.left == len(BODY) - 1
+        bodies.left = left
+        assert (await rig.post(BODY)).status == 200
+        assert bodies.left == left
+        assert len(rig.decode.turns) == 3
+
+
 @pytest.mark.parametrize("length", [b"+2", b"2, 2", b"", b"2\r\ncontent-length: 3", b"0x2"])
 async def test_a_length_that_is_none_is_refused_after_a_head_that_was_right(length):
     """The head is that of the request before, but for the digits of its length."""
