@@ -21,7 +21,7 @@ DOUBT_MAX: Final = 64.0
 """How far off one may be that was known once and has not been observed for long."""
 PRIOR_CORRELATION: Final = 0.5
 """How far the two are off together: an engine is first of all fast or slow."""
-MEMORY: Final = 0.95
+MEMORY: Final = 0.93
 """Weight of what was known before an observation, after it."""
 HALF_LIFE_NS: Final = 120 * 10**9
 """Time in which what is known counts for half."""
@@ -130,16 +130,32 @@ class Fit:
         off = observed / value - 1.0
         error = off if -bound <= off <= bound else copysign(bound, off)
         step = error / variance
-        self.fixed = max(self.fixed + fixed_reach * step * prior_fixed, RATE_MIN * prior_fixed)
-        self.each = max(self.each + each_reach * step * prior_each, RATE_MIN * prior_each)
+        self.fixed += fixed_reach * step * prior_fixed
+        self.each += each_reach * step * prior_each
         self._fixed_var = max(self._fixed_var - fixed_reach**2 / variance, 0.0)
         self._each_var = max(self._each_var - each_reach**2 / variance, 0.0)
         self._both -= fixed_reach * each_reach / variance
+        if min(self.fixed / prior_fixed, self.each / prior_each) < RATE_MIN:
+            self._keep_positive(units)
         if error != off:
             self._fade(OUTLIER_DOUBT)
         if known + blurred < self._noise:
             noise = max(error * error - known - blurred, NOISE_MIN**2)
             self._noise += NOISE_STEP * (noise - self._noise)
+
+    def _keep_positive(self, units: float) -> None:
+        """Moves a rate that became too small to its least, and takes what that adds off the other.
+
+        Else what was learned at these units would be lost, again with every observation.
+        """
+        least_fixed, least_each = RATE_MIN * self._prior[0], RATE_MIN * self._prior[1]
+        value = self.fixed + self.each * units
+        if self.fixed < least_fixed:
+            self.fixed = least_fixed
+            self.each = (value - least_fixed) / units if units > 0 else self.each
+        if self.each < least_each:
+            self.each = least_each
+            self.fixed = max(value - least_each * units, least_fixed)
 
     def _fading(self, now_ns: int) -> float:
         if self._known_ns is None or now_ns <= self._known_ns:
