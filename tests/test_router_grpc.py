@@ -18,7 +18,10 @@ from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router import grpc_front
+from kvturn_router.body_budget import BodyBudget
 from kvturn_router.conversation import TurnReport
+from kvturn_router.fleet import Fleet
+from kvturn_router.grpc_front import GrpcFront
 from kvturn_router.turn_report import report_message, report_of
 from kvturn_router.verdict import Verdict
 
@@ -692,3 +695,38 @@ async def test_a_notice_comes_before_the_end(front):
         await stopping
         with pytest.raises(ConnectionRefusedError):
             await rig.client()
+
+
+async def test_a_message_that_does_not_come_is_waited_for_only_so_long():
+    """A caller opens a call and sends nothing, or nothing to the end."""
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async def nothing() -> AsyncIterator[bytes]:
+        return
+        yield
+
+    servicer = router_pb2_grpc.RouterServiceServicer()
+    front = GrpcFront(
+        servicer,
+        Fleet(lambda address, number: pytest.fail("it has no engine"), lambda: 0),
+        BodyBudget(1 << 20),
+        calls_max=10,
+        message_s=0.05,
+        body_bytes_max=1 << 20,
+        head_bytes_max=1 << 16,
+    )
+    port = await front.start("127.0.0.1", 0)
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        complete = channel.stream_unary("/kvturn.v1.RouterService/Complete")
+        for messages, code, reason in (
+            (never(), grpc.StatusCode.DEADLINE_EXCEEDED, "SLOW"),
+            (nothing(), grpc.StatusCode.INVALID_ARGUMENT, "MESSAGE_INVALID"),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as error:
+                await complete(messages, timeout=20)
+            assert error.value.code() is code
+            assert error_info(error.value).reason == reason
+    await front.stop(0)

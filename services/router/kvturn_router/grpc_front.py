@@ -39,6 +39,8 @@ _Received = tuple[Message | str, int]
 
 _SERVICE: Final = "kvturn.v1.RouterService"
 
+_MESSAGE_S: Final = 300.0
+
 _STALL_S: Final = 300.0
 """How long a caller may take nothing of a stream."""
 
@@ -217,6 +219,7 @@ class GrpcFront:
     The health service answers for the process under "" and, under the service's
     name, whether a turn can be served. `calls_max` is how many calls there may
     be at once; gRPC refuses more, or has them wait at their client, unread.
+    `message_s` is how long a call's message may take to come whole.
     """
 
     def __init__(
@@ -226,12 +229,14 @@ class GrpcFront:
         bodies: BodyBudget,
         *,
         calls_max: int,
+        message_s: float = _MESSAGE_S,
         body_bytes_max: int,
         head_bytes_max: int,
         shares_port: bool = False,
     ) -> None:
         self._fleet = fleet
         self._bodies = bodies
+        self._message_s = message_s
         self.used = False
         """Whether any call was made."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
@@ -303,10 +308,12 @@ class GrpcFront:
         """
         handlers = {}
         for method in router_pb2.DESCRIPTOR.services_by_name["RouterService"].methods:
+            # A stream of one message is the same on the wire, and how long it takes to come can
+            # be bounded.
             make = (
-                grpc.unary_stream_rpc_method_handler
+                grpc.stream_stream_rpc_method_handler
                 if method.server_streaming
-                else grpc.unary_unary_rpc_method_handler
+                else grpc.stream_unary_rpc_method_handler
             )
             handlers[method.name] = make(
                 self._checked(getattr(servicer, method.name)),
@@ -316,18 +323,31 @@ class GrpcFront:
         return grpc.method_handlers_generic_handler(_SERVICE, handlers)
 
     def _checked(self, method: Callable[[Any, Context], Awaitable[Any]]) -> Callable[..., Any]:
-        async def call(received: _Received, context: Context) -> Any:
+        async def call(requests: object, context: Context) -> Any:
+            del requests
             self.used = True
-            request, size = received
-            if isinstance(request, str):
-                await abort(context, TurnError(400, f"{request}.", reason="MESSAGE_INVALID"))
             try:
+                request, size = await self._received(context)
                 with self._bodies.holding(size):
                     return await method(request, context)
             except TurnError as error:
                 await abort(context, error)
 
         return call
+
+    async def _received(self, context: Context) -> tuple[Message, int]:
+        """Waits for a call's message; returns it and its bytes. Raises TurnError."""
+        try:
+            async with asyncio.timeout(self._message_s):
+                received: _Received | object = await context.read()
+        except TimeoutError:
+            raise TurnError(408, "The message did not come whole.", reason="SLOW") from None
+        if not isinstance(received, tuple):
+            raise TurnError(400, "There is no message.", reason="MESSAGE_INVALID")
+        request, size = received
+        if isinstance(request, str):
+            raise TurnError(400, f"{request}.", reason="MESSAGE_INVALID")
+        return request, size
 
 
 def _reader(kind: type[Message]) -> Callable[[bytes], _Received]:
