@@ -18,7 +18,7 @@ from kvturn_router.costs import Costs, Forecast, Priors
 from kvturn_router.plan import Plan, PlanKind, Resolution, Thresholds, TurnSize, decide
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
+    from collections.abc import Collection, Mapping, Sequence
 
     from kvturn_cli.stack import Stack
 
@@ -50,6 +50,41 @@ class Only:
         return None if self.engine in tried else self.engine
 
 
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How much longer picks take than the best ways: the sums of all cells, and cell by cell."""
+
+    in_all: float
+    cells: tuple[float, ...]
+
+    @classmethod
+    def of(cls, took: Sequence[tuple[float, float]]) -> Score:
+        """From what each cell took the way that was picked, and the best way."""
+        picked, best = (sum(ms) for ms in zip(*took, strict=True))
+        return cls(picked / best - 1.0, tuple(ms / least - 1.0 for ms, least in took))
+
+    @property
+    def mean(self) -> float:
+        """The mean of all cells, the short ones counting as much as the long."""
+        return sum(self.cells) / len(self.cells)
+
+    def beyond(self, bound: float) -> int:
+        """Cells for which the pick is worse than that."""
+        return sum(excess > bound for excess in self.cells)
+
+
+def repeated(cells: Mapping[Cell, Measured]) -> Score:
+    """The score, by half of the measurements, of what the other half says is best.
+
+    What no choice could do better than, for the noise of the measurements themselves.
+    """
+    took = []
+    for measured in cells.values():
+        known, true = zip(*(measured.halves(way) for way in measured.ms), strict=True)
+        took.append((true[known.index(min(known))], min(true)))
+    return Score.of(took)
+
+
 @dataclass
 class Lesson:
     """What came of one start."""
@@ -58,14 +93,16 @@ class Lesson:
     rates: Priors = field(default_factory=Priors)
     """What was learned in the end."""
     picks: list[str] = field(default_factory=list)
-    excess: list[float] = field(default_factory=list)
-    """After each turn: how much longer the picks take than the best ways, over all cells."""
-    worst: list[float] = field(default_factory=list)
-    """The same for the worst cell."""
+    scores: list[Score] = field(default_factory=list)
+    """After each turn."""
 
     def good_after(self, bound: float) -> int:
-        """The turn from which on the excess stays within the bound; past the last if none."""
-        bad = [index for index, excess in enumerate(self.excess) if excess > bound]
+        """The turn from which on both scores stay within the bound; past the last if none."""
+        bad = [
+            index
+            for index, score in enumerate(self.scores)
+            if max(score.in_all, score.mean) > bound
+        ]
         return bad[-1] + 2 if bad else 1
 
 
@@ -177,11 +214,14 @@ def _turn(
 
 
 def _judge(pupil: Pupil, lesson: Lesson, cells: Mapping[Cell, Measured]) -> None:
-    picked = best = worst = 0.0
-    for measured in cells.values():
-        ms = measured.median(pupil.would_choose(measured))
-        least = min(measured.median(way) for way in measured.ms)
-        picked, best = picked + ms, best + least
-        worst = max(worst, ms / least - 1.0)
-    lesson.excess.append(picked / best - 1.0)
-    lesson.worst.append(worst)
+    lesson.scores.append(
+        Score.of(
+            [
+                (
+                    measured.median(pupil.would_choose(measured)),
+                    min(measured.median(way) for way in measured.ms),
+                )
+                for measured in cells.values()
+            ]
+        )
+    )

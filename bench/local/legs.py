@@ -36,6 +36,7 @@ class Setup:
 
     name: str
     block_tokens: int
+    """On a CPU a multiple of 32."""
     chunk_tokens: int = 0
     """Tokens that decode computes in one step; 0: as many as prefill."""
 
