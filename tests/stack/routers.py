@@ -72,7 +72,7 @@ class Answered(NamedTuple):
     @property
     def text(self) -> str:
         """What the assistant said, of a chat."""
-        said = (choice.get("delta") or choice["message"] for choice in self._choices())
+        said = (choice["delta" if "delta" in choice else "message"] for choice in self._choices())
         return "".join(part.get("content") or "" for part in said)
 
     def _choices(self) -> Iterator[dict[str, Any]]:
