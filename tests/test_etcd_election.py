@@ -445,13 +445,14 @@ def test_wrong_settings_of_etcd_are_refused_by_name(tmp_path: Path) -> None:
     make_certificates(tmp_path)
     strangers = {name: tmp_path / file for name, file in KEY_OF_ANOTHER.items()}
     etcd = "--store=etcd://h:1"
+    not_a_store = r"--store \(KVTURN_LEASE_STORE\) must be memory or etcd://HOST:PORT"
     for argv, words in (
-        (["--store=redis://h:1"], "store must be memory or etcd://HOST:PORT"),
-        (["--store=etcd://h"], "store must be memory or etcd://HOST:PORT"),
-        (["--store=etcd://h:1,"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=redis://h:1"], not_a_store),
+        (["--store=etcd://h"], not_a_store),
+        (["--store=etcd://h:1,"], not_a_store),
         (["--store=etcd://u:word@h:1"], "the user comes by --etcd-user"),
-        (["--store=etcd://::1:2379"], "store must be memory or etcd://HOST:PORT"),
-        (["--store=etcd://a b:1"], "store must be memory or etcd://HOST:PORT"),
+        (["--store=etcd://::1:2379"], not_a_store),
+        (["--store=etcd://a b:1"], not_a_store),
         ([f"--etcd-ca={text}"], "etcd-ca needs --store etcd"),
         ([etcd, f"--etcd-ca={nowhere}"], "etcd-ca .*nowhere: cannot be read"),
         ([etcd, f"--etcd-ca={text}"], "is no PEM file"),
@@ -463,12 +464,21 @@ def test_wrong_settings_of_etcd_are_refused_by_name(tmp_path: Path) -> None:
         ([etcd, "--etcd-user=u"], "etcd-user needs a password, which comes by --etcd-pass"),
         ([etcd, "--etcd-user=u:word"], "etcd-user must be a name alone"),
         ([etcd, f"--secret-file={text}"], "at least 16 bytes"),
-        ([etcd, "--host=0.0.0.0"], "advertise must be given, HOST:PORT"),
-        ([etcd, "--host=0:0::0"], "advertise must be given, HOST:PORT"),
-        ([etcd, "--advertise=h"], "advertise must be HOST:PORT"),
-        ([etcd, "--advertise=::1:7600"], "advertise must be HOST:PORT"),
-        ([etcd, "--leadership=1"], "leadership must be 2 to 60 whole seconds"),
-        ([etcd, "--leadership=2.5"], "leadership must be 2 to 60 whole seconds"),
+        (
+            [etcd, "--host=0.0.0.0"],
+            r"advertise \(KVTURN_LEASE_ADVERTISE\) must be given, HOST:PORT",
+        ),
+        ([etcd, "--host=0:0::0"], r"advertise \(KVTURN_LEASE_ADVERTISE\) must be given, HOST:PORT"),
+        ([etcd, "--advertise=h"], r"advertise \(KVTURN_LEASE_ADVERTISE\) must be HOST:PORT"),
+        ([etcd, "--advertise=::1:7600"], r"advertise \(KVTURN_LEASE_ADVERTISE\) must be HOST:PORT"),
+        (
+            [etcd, "--leadership=1"],
+            r"leadership \(KVTURN_LEASE_LEADERSHIP\) must be 2 to 60 whole seconds",
+        ),
+        (
+            [etcd, "--leadership=2.5"],
+            r"leadership \(KVTURN_LEASE_LEADERSHIP\) must be 2 to 60 whole seconds",
+        ),
     ):
         with pytest.raises(ConfigError, match=words) as refused:
             parse_config(argv, {})
