@@ -30,7 +30,7 @@ MEMBERS_MAX = 1_000
 
 _PASSES = 8
 
-_PIECE_BYTES = 256 << 10
+_PIECE_BYTES = 64 << 10
 """Of UTF-8 that is looked at at a time."""
 
 WITHHELD = frozenset({"conversation_id", "kv_transfer_params", "ec_transfer_params", "request_id"})
