@@ -21,6 +21,9 @@ SET = "set"
 ALONE = "alone"
 """A request with this example is answered by decode alone."""
 
+HELD = "held"
+"""A request with this example is answered by the decode engine that has what it names."""
+
 WITHHELD = "withheld"
 """No engine sees what the client sent."""
 
@@ -161,7 +164,7 @@ RESPONSES_FIELDS = {
     "stop": Field(DECODE, ["x"]),
     "metadata": Field(DECODE, {"a": "b"}),
     "enable_response_messages": Field(DECODE, True),
-    "previous_response_id": Field(ALONE, "resp_1"),
+    "previous_response_id": Field(HELD, "resp_1"),
     "background": Field(ALONE, True),
     "truncation": Field(ALONE, "auto"),
     "request_id": Field(SET, "mine"),

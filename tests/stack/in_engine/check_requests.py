@@ -12,6 +12,7 @@ from request_fields import (  # noqa: E402
     ALONE,
     CHAT_FIELDS,
     COMPLETION_FIELDS,
+    HELD,
     RESPONSES_FIELDS,
     WITHHELD,
     Field,
@@ -152,8 +153,7 @@ def check_the_legs_of_every_field_of_a_response() -> None:
             continue
         body = {"model": "m", "input": "x"} | field.needs | {name: field.example}
         got = parse(json.dumps(body).encode())
-        alone = field.way == ALONE
-        assert responses_need_decode_alone(got) is alone, name
+        assert responses_need_decode_alone(got) is (field.way == ALONE), name
         decode = read(ResponsesRequest, responses_decode_parts(got, None, "resp_ours"))
         assert decode.request_id == "resp_ours", name
         sent = ResponsesRequest.model_validate(json.loads(json.dumps(body))).model_dump()
@@ -161,7 +161,7 @@ def check_the_legs_of_every_field_of_a_response() -> None:
         for withheld in ("request_id", "kv_transfer_params", "ec_transfer_params"):
             assert sent.pop(withheld) != kept.pop(withheld) or name != withheld, name
         assert kept == sent, name
-        if alone:
+        if field.way in (ALONE, HELD):
             continue
         prefill = read(ResponsesRequest, responses_prefill_parts(got, b'{"do_remote_decode":true}'))
         assert not prefill.stream, name
