@@ -504,7 +504,7 @@ async def test_a_conversation_tells_whose_its_turns_are_and_what_is_held():
         assert turn["conversation_id"] == "c1"
         assert turn["plan_reason"] == answer.headers["x-kvturn-plan-reason"] != ""
         one, two = ("s~1", "d1", 640, False, 41.5), ("s~2", "d2", 7, True, None)
-        names = ("conversation_id", "engine_id", "tokens", "being_read", "kept_s")
+        names = ("conversation_id", "engine_id", "token_count", "being_read", "kept_s")
         assert told["held"] == [dict(zip(names, each, strict=True)) for each in (one, two)]
         unknown = await rig.ask("GET", "/kvturn/v1/conversations/other?model=m")
         assert unknown.status == 404

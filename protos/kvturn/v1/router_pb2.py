@@ -26,15 +26,15 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from kvturn.v1 import common_pb2 as kvturn_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvturn/v1/router.proto\x12\tkvturn.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvturn/v1/common.proto\"t\n\x0b\x43hatRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tbody_json\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x1b\n\x03\x61pi\x18\x05 \x01(\x0e\x32\x0e.kvturn.v1.Api\"U\n\x0c\x43hatResponse\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.kvturn.v1.TurnReportH\x00\x12\x14\n\nchunk_json\x18\x02 \x01(\tH\x00\x42\x06\n\x04part\"x\n\x0f\x43ompleteRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tbody_json\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x1b\n\x03\x61pi\x18\x05 \x01(\x0e\x32\x0e.kvturn.v1.Api\"L\n\x10\x43ompleteResponse\x12%\n\x06report\x18\x01 \x01(\x0b\x32\x15.kvturn.v1.TurnReport\x12\x11\n\tbody_json\x18\x02 \x01(\t\"@\n\x16GetConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"`\n\x17GetConversationResponse\x12$\n\x05turns\x18\x01 \x03(\x0b\x32\x15.kvturn.v1.TurnReport\x12\x1f\n\x04held\x18\x02 \x03(\x0b\x32\x11.kvturn.v1.HeldKv\"\x86\x01\n\x06HeldKv\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nbeing_read\x18\x04 \x01(\x08\x12\'\n\x04kept\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n#RouterServiceEndConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"<\n$RouterServiceEndConversationResponse\x12\x14\n\x0cleases_ended\x18\x01 \x01(\r\"\x7f\n)RouterServiceKeepConversationAliveRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x07\x61\x62sence\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"U\n*RouterServiceKeepConversationAliveResponse\x12\'\n\x04kept\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*I\n\x03\x41pi\x12\x13\n\x0f\x41PI_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41PI_CHAT_COMPLETIONS\x10\x01\x12\x13\n\x0f\x41PI_COMPLETIONS\x10\x02\x32\xe4\x03\n\rRouterService\x12\x39\n\x04\x43hat\x12\x16.kvturn.v1.ChatRequest\x1a\x17.kvturn.v1.ChatResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.kvturn.v1.CompleteRequest\x1a\x1b.kvturn.v1.CompleteResponse\x12X\n\x0fGetConversation\x12!.kvturn.v1.GetConversationRequest\x1a\".kvturn.v1.GetConversationResponse\x12r\n\x0f\x45ndConversation\x12..kvturn.v1.RouterServiceEndConversationRequest\x1a/.kvturn.v1.RouterServiceEndConversationResponse\x12\x84\x01\n\x15KeepConversationAlive\x12\x34.kvturn.v1.RouterServiceKeepConversationAliveRequest\x1a\x35.kvturn.v1.RouterServiceKeepConversationAliveResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16kvturn/v1/router.proto\x12\tkvturn.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x16kvturn/v1/common.proto\"t\n\x0b\x43hatRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tbody_json\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x1b\n\x03\x61pi\x18\x05 \x01(\x0e\x32\x0e.kvturn.v1.Api\"U\n\x0c\x43hatResponse\x12\'\n\x06report\x18\x01 \x01(\x0b\x32\x15.kvturn.v1.TurnReportH\x00\x12\x14\n\nchunk_json\x18\x02 \x01(\tH\x00\x42\x06\n\x04part\"x\n\x0f\x43ompleteRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tbody_json\x18\x02 \x01(\t\x12\r\n\x05reuse\x18\x03 \x01(\t\x12\r\n\x05scope\x18\x04 \x01(\t\x12\x1b\n\x03\x61pi\x18\x05 \x01(\x0e\x32\x0e.kvturn.v1.Api\"L\n\x10\x43ompleteResponse\x12%\n\x06report\x18\x01 \x01(\x0b\x32\x15.kvturn.v1.TurnReport\x12\x11\n\tbody_json\x18\x02 \x01(\t\"@\n\x16GetConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"g\n\x17GetConversationResponse\x12$\n\x05turns\x18\x01 \x03(\x0b\x32\x15.kvturn.v1.TurnReport\x12&\n\x04held\x18\x02 \x03(\x0b\x32\x18.kvturn.v1.HeldRetention\"\x8d\x01\n\rHeldRetention\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\x11\n\tengine_id\x18\x02 \x01(\t\x12\x13\n\x0btoken_count\x18\x03 \x01(\r\x12\x12\n\nbeing_read\x18\x04 \x01(\x08\x12\'\n\x04kept\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"M\n#RouterServiceEndConversationRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\"<\n$RouterServiceEndConversationResponse\x12\x14\n\x0cleases_ended\x18\x01 \x01(\r\"\x7f\n)RouterServiceKeepConversationAliveRequest\x12\x17\n\x0f\x63onversation_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x07\x61\x62sence\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\"U\n*RouterServiceKeepConversationAliveResponse\x12\'\n\x04kept\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration*I\n\x03\x41pi\x12\x13\n\x0f\x41PI_UNSPECIFIED\x10\x00\x12\x18\n\x14\x41PI_CHAT_COMPLETIONS\x10\x01\x12\x13\n\x0f\x41PI_COMPLETIONS\x10\x02\x32\xe4\x03\n\rRouterService\x12\x39\n\x04\x43hat\x12\x16.kvturn.v1.ChatRequest\x1a\x17.kvturn.v1.ChatResponse0\x01\x12\x43\n\x08\x43omplete\x12\x1a.kvturn.v1.CompleteRequest\x1a\x1b.kvturn.v1.CompleteResponse\x12X\n\x0fGetConversation\x12!.kvturn.v1.GetConversationRequest\x1a\".kvturn.v1.GetConversationResponse\x12r\n\x0f\x45ndConversation\x12..kvturn.v1.RouterServiceEndConversationRequest\x1a/.kvturn.v1.RouterServiceEndConversationResponse\x12\x84\x01\n\x15KeepConversationAlive\x12\x34.kvturn.v1.RouterServiceKeepConversationAliveRequest\x1a\x35.kvturn.v1.RouterServiceKeepConversationAliveResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvturn.v1.router_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_API']._serialized_start=1156
-  _globals['_API']._serialized_end=1229
+  _globals['_API']._serialized_start=1170
+  _globals['_API']._serialized_end=1243
   _globals['_CHATREQUEST']._serialized_start=93
   _globals['_CHATREQUEST']._serialized_end=209
   _globals['_CHATRESPONSE']._serialized_start=211
@@ -46,17 +46,17 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GETCONVERSATIONREQUEST']._serialized_start=498
   _globals['_GETCONVERSATIONREQUEST']._serialized_end=562
   _globals['_GETCONVERSATIONRESPONSE']._serialized_start=564
-  _globals['_GETCONVERSATIONRESPONSE']._serialized_end=660
-  _globals['_HELDKV']._serialized_start=663
-  _globals['_HELDKV']._serialized_end=797
-  _globals['_ROUTERSERVICEENDCONVERSATIONREQUEST']._serialized_start=799
-  _globals['_ROUTERSERVICEENDCONVERSATIONREQUEST']._serialized_end=876
-  _globals['_ROUTERSERVICEENDCONVERSATIONRESPONSE']._serialized_start=878
-  _globals['_ROUTERSERVICEENDCONVERSATIONRESPONSE']._serialized_end=938
-  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVEREQUEST']._serialized_start=940
-  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVEREQUEST']._serialized_end=1067
-  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVERESPONSE']._serialized_start=1069
-  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVERESPONSE']._serialized_end=1154
-  _globals['_ROUTERSERVICE']._serialized_start=1232
-  _globals['_ROUTERSERVICE']._serialized_end=1716
+  _globals['_GETCONVERSATIONRESPONSE']._serialized_end=667
+  _globals['_HELDRETENTION']._serialized_start=670
+  _globals['_HELDRETENTION']._serialized_end=811
+  _globals['_ROUTERSERVICEENDCONVERSATIONREQUEST']._serialized_start=813
+  _globals['_ROUTERSERVICEENDCONVERSATIONREQUEST']._serialized_end=890
+  _globals['_ROUTERSERVICEENDCONVERSATIONRESPONSE']._serialized_start=892
+  _globals['_ROUTERSERVICEENDCONVERSATIONRESPONSE']._serialized_end=952
+  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVEREQUEST']._serialized_start=954
+  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVEREQUEST']._serialized_end=1081
+  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVERESPONSE']._serialized_start=1083
+  _globals['_ROUTERSERVICEKEEPCONVERSATIONALIVERESPONSE']._serialized_end=1168
+  _globals['_ROUTERSERVICE']._serialized_start=1246
+  _globals['_ROUTERSERVICE']._serialized_end=1730
 # @@protoc_insertion_point(module_scope)

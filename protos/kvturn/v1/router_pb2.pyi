@@ -74,10 +74,10 @@ class GetConversationResponse(_message.Message):
     TURNS_FIELD_NUMBER: _ClassVar[int]
     HELD_FIELD_NUMBER: _ClassVar[int]
     turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
-    held: _containers.RepeatedCompositeFieldContainer[HeldKv]
-    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[HeldKv, _Mapping]]] = ...) -> None: ...
+    held: _containers.RepeatedCompositeFieldContainer[HeldRetention]
+    def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ..., held: _Optional[_Iterable[_Union[HeldRetention, _Mapping]]] = ...) -> None: ...
 
-class HeldKv(_message.Message):
+class HeldRetention(_message.Message):
     __slots__ = ("conversation_id", "engine_id", "token_count", "being_read", "kept")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]

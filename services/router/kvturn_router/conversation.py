@@ -79,8 +79,8 @@ class TurnReport(msgspec.Struct, frozen=True):
     plan_reason: str = ""
 
 
-class HeldKv(msgspec.Struct, frozen=True):
-    """KV that a decode engine holds of a conversation now.
+class HeldRetention(msgspec.Struct, frozen=True):
+    """What a decode engine retains of a conversation now.
 
     `kept_s` is for how long unless there is another sign of life, None while a
     turn is in flight, and where nothing but need ends it.
@@ -88,7 +88,7 @@ class HeldKv(msgspec.Struct, frozen=True):
 
     conversation_id: str
     engine_id: str
-    tokens: int
+    token_count: int
     being_read: bool
     kept_s: float | None
 
@@ -98,7 +98,7 @@ class ConversationView(NamedTuple):
     each with its conversation's id, and what is held."""
 
     turns: list[tuple[str, TurnReport]]
-    held: list[HeldKv]
+    held: list[HeldRetention]
 
 
 class Naming(msgspec.Struct, frozen=True):

@@ -447,7 +447,7 @@ class _Turn:
                 fleet.refused(engine, str(fault))
                 other = self._another(engine, fleet.prefills, tried)
                 if other is None:
-                    raise no_engine(PREFILL, self._forwarder.fleet.lack(PREFILL)) from None
+                    raise no_engine(PREFILL, fleet.lack(PREFILL)) from None
                 engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
@@ -561,7 +561,7 @@ class _Turn:
                 held = self._request.response is not None
                 other = None if held else self._another(engine, fleet.decodes, tried)
                 if other is None:
-                    raise no_engine(DECODE, self._forwarder.fleet.lack(DECODE)) from None
+                    raise no_engine(DECODE, fleet.lack(DECODE)) from None
                 engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)

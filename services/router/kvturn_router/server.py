@@ -232,10 +232,11 @@ class RouterServer:
 
     async def _until_nothing_underway(self) -> None:
         """Waits while requests may be on their way on connections that were taken."""
+        if self._grpc is not None and self._grpc.used:
+            await asyncio.sleep(_UNDERWAY_S)  # gRPC does not tell of its connections.
+            return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_UNDERWAY_S):
-                if self._grpc is not None and self._grpc.used:
-                    await asyncio.Event().wait()  # gRPC does not tell of its connections.
                 if self._listener.connections:
                     await self._listener.emptied.wait()
 

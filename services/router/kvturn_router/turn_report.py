@@ -5,7 +5,7 @@ from typing import Final, cast
 from google.protobuf import duration_pb2
 
 from kvturn.v1 import common_pb2, lease_pb2, router_pb2
-from kvturn_router.conversation import ConversationView, HeldKv, TurnReport
+from kvturn_router.conversation import ConversationView, HeldRetention, TurnReport
 from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
 
@@ -63,7 +63,7 @@ def view_of(message: lease_pb2.ListTurnsResponse) -> ConversationView:
     return ConversationView(
         [(report.conversation_id, report_of(report)) for report in message.turns],
         [
-            HeldKv(
+            HeldRetention(
                 lease.conversation.conversation_id,
                 lease.engine_id,
                 lease.token_count,
@@ -75,12 +75,12 @@ def view_of(message: lease_pb2.ListTurnsResponse) -> ConversationView:
     )
 
 
-def held_message(held: HeldKv) -> router_pb2.HeldKv:
+def held_message(held: HeldRetention) -> router_pb2.HeldRetention:
     """Returns the message of what is held."""
-    return router_pb2.HeldKv(
+    return router_pb2.HeldRetention(
         conversation_id=held.conversation_id,
         engine_id=held.engine_id,
-        token_count=held.tokens,
+        token_count=held.token_count,
         being_read=held.being_read,
         kept=None if held.kept_s is None else duration(held.kept_s * 1000),
     )
