@@ -678,7 +678,7 @@ async def test_a_router_that_ends_serves_the_calls_that_are_on_their_way():
 @pytest.mark.parametrize("front", ["http", "grpc"])
 async def test_a_notice_comes_before_the_end(front):
     """Balancers have time to see that it is not ready; until then new clients are served."""
-    async with router("--drain-notice-s=0.3") as rig:
+    async with router("--drain-notice-s=1") as rig:
         stopping = asyncio.create_task(rig.server.stop())
         await asyncio.sleep(0)
         if front == "http":
