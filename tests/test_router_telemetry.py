@@ -30,6 +30,25 @@ def span_id(traceparent: str | None) -> bytes:
     return bytes.fromhex(traceparent.split("-")[2])
 
 
+async def test_what_a_turn_that_hangs_has_done_is_seen():
+    """Decode does not answer: the spans of all that is over are exported, the turn's is not."""
+    recording = Recording()
+    over = asyncio.Event()
+
+    async def hang(seen: Seen, reply: Reply) -> None:
+        await over.wait()
+        await reply.json({"id": "chatcmpl-1", "choices": []})
+
+    async with router(telemetry=recording.telemetry) as rig:
+        rig.decode.script(CHAT, hang)
+        turn = asyncio.create_task(rig.post(turn_body(), headers=[("traceparent", PARENT)]))
+        await rig.decode.turn()
+        assert [span.name for span in recording.spans(TRACE)] == ["plan", "prefill"]
+        over.set()
+        await turn
+        assert {span.name for span in recording.spans(TRACE)} >= {"decode", "turn"}
+
+
 async def test_a_turn_is_one_trace_across_all_processes():
     """The client's trace goes on: turn under it, and resolve, plan, both legs as siblings."""
     recording = Recording()

@@ -58,6 +58,8 @@ class Book:
     """By turn: when, in true time, it must have been answered."""
     numbers: dict[int, int] = field(default_factory=dict)
     """By turn: its number, as its router has it."""
+    retained: set[int] = field(default_factory=set)
+    """Turns whose retention it was told of."""
 
 
 class LeaseNode(Node):
@@ -162,6 +164,8 @@ class LeaseNode(Node):
             for turn_id, named in book.turns.items()
             if named == key and turn and session.turns[turn_id].number == turn
             if session.turns[turn_id].points[0] == history  # else another term's turn of its number
+            # Nobody can tell it from another term's turn of its number and its history.
+            if turn_id not in book.retained
         }
         self.sequence += 1
         self.lessor.grant(self.session_id, self.sequence, retention, self.clock_ns())
@@ -264,6 +268,7 @@ class LeaseNode(Node):
                 continue
             if isinstance(news, Retained):
                 told.add((session, news.turn_id))
+                self.books[session].retained.add(news.turn_id)
             self._tell(session, news)
         self._check()
         return told

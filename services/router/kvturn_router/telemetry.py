@@ -1,8 +1,9 @@
 """One trace per turn.
 
-A span is a few fields until its turn ends, and then bytes in a queue
-(span_wire.py, span_export.py). Its parent is explicit and never attached to a context, so
-turns that interleave on one event loop cannot mix.
+A span is a few fields until it ends, and then bytes in a queue (span_wire.py,
+span_export.py): what a turn that hangs has done so far is seen. Its parent is
+explicit and never attached to a context, so turns that interleave on one event
+loop cannot mix.
 
 Without an endpoint there are no spans, and a client's trace context goes on to
 the engines as it came; so it does if the client says that it is not sampled.
@@ -69,15 +70,15 @@ class TurnSpan:
 
 
 class _RecordedSpan(TurnSpan):
-    __slots__ = ("_began_ns", "_id", "_name", "_parent_id", "_remote", "_trace", "_trace_id")
+    __slots__ = ("_began_ns", "_id", "_name", "_parent_id", "_queue", "_remote", "_trace_id")
 
     recorded = True
 
     def __init__(
-        self, trace: "_Trace", name: str, trace_id: bytes, parent_id: bytes, remote: bool
+        self, queue: SpanQueue, name: str, trace_id: bytes, parent_id: bytes, remote: bool
     ) -> None:
         self._traceparent = None
-        self._trace = trace
+        self._queue = queue
         self._name = name
         self._trace_id = trace_id
         self._parent_id = parent_id
@@ -92,12 +93,11 @@ class _RecordedSpan(TurnSpan):
         return self._traceparent
 
     def child(self, name: str) -> TurnSpan:
-        return _RecordedSpan(self._trace, name, self._trace_id, self._id, False)
+        return _RecordedSpan(self._queue, name, self._trace_id, self._id, False)
 
     def end(self, attributes: Attributes | None = None, *, fault: str | None = None) -> None:
         remote = self._remote
         parent_id = self._parent_id
-        is_root = remote or not parent_id
         # In the order of the fields: names would take as long again.
         span = Span(
             self._trace_id,
@@ -105,36 +105,13 @@ class _RecordedSpan(TurnSpan):
             parent_id,
             remote,
             self._name,
-            SERVER if is_root else CLIENT,
+            SERVER if remote or not parent_id else CLIENT,
             self._began_ns,
             time_ns(),
             attributes or {},
             fault,
         )
-        self._trace.take(span, last=is_root)
-
-
-class _Trace:
-    """The spans of one turn that have ended. They are written when the turn has, and not before.
-
-    Until then its client waits for the first byte.
-    """
-
-    __slots__ = ("_ended", "_over", "_queue")
-
-    def __init__(self, queue: SpanQueue) -> None:
-        self._queue = queue
-        self._ended: list[Span] = []
-        self._over = False
-
-    def take(self, span: Span, *, last: bool) -> None:
-        """Takes a span that has ended; `last` is the turn's own."""
-        self._ended.append(span)
-        self._over = self._over or last
-        if self._over:
-            for each in self._ended:
-                self._queue.put(span_bytes(each))
-            self._ended.clear()
+        self._queue.put(span_bytes(span))
 
 
 class TurnTracer:
@@ -148,11 +125,9 @@ class TurnTracer:
         if self._queue is None or (parent is not None and not parent.sampled):
             return TurnSpan(None if parent is None else parent.traceparent)
         if parent is None:
-            return _RecordedSpan(
-                _Trace(self._queue), "turn", getrandbits(128).to_bytes(16), b"", False
-            )
+            return _RecordedSpan(self._queue, "turn", getrandbits(128).to_bytes(16), b"", False)
         trace_id, span_id = bytes.fromhex(parent.trace_id), bytes.fromhex(parent.span_id)
-        return _RecordedSpan(_Trace(self._queue), "turn", trace_id, span_id, True)
+        return _RecordedSpan(self._queue, "turn", trace_id, span_id, True)
 
 
 class Telemetry:
