@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from kvturn_router.span_export import request_bytes
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry.span_export import request_bytes
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 
 def export_of(spans: Sequence[bytes]) -> ExportTraceServiceRequest:

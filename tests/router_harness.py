@@ -20,7 +20,7 @@ from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 
 @dataclass

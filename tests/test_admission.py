@@ -7,12 +7,12 @@ import pytest
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
-from kvturn_router.admission import Admission
-from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines.admission import Admission
+from kvturn_router.engines.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines.fleet import FLAGS, Fleet
+from kvturn_router.engines.health import Health
+from kvturn_router.engines.waiting import NoPlace, NoRoom, Waiting, WaitingRoom
 from kvturn_router.errors import TurnError
-from kvturn_router.fleet import FLAGS, Fleet
-from kvturn_router.health import Health
-from kvturn_router.waiting import NoPlace, NoRoom, Waiting, WaitingRoom
 
 
 def boottime_ns() -> int:

@@ -6,9 +6,12 @@ import pytest
 from msgspec.structs import replace
 
 from kvturn.v1 import common_pb2
-from kvturn_router.body import parse
 from kvturn_router.config import ConfigError, parse_config
-from kvturn_router.conversation import (
+from kvturn_router.errors import TurnError
+from kvturn_router.leases.conversation_book import REPORTS_MAX, ConversationBook
+from kvturn_router.leases.lease_client import proto_verdict, verdict_of
+from kvturn_router.request.body import parse
+from kvturn_router.request.conversation import (
     SESSION_HEADERS,
     ConversationKey,
     Naming,
@@ -17,9 +20,6 @@ from kvturn_router.conversation import (
     naming_of,
     session_of,
 )
-from kvturn_router.conversation_book import REPORTS_MAX, ConversationBook
-from kvturn_router.errors import TurnError
-from kvturn_router.lease_client import proto_verdict, verdict_of
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("", "m", "c1")

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import pytest
 from msgspec.structs import replace
 
-from kvturn_router.costs import (
+from kvturn_router.choice.costs import (
     ENGINES_MAX,
     EXPLORED_FIRST,
     EXPLORED_SHARE,
@@ -18,7 +18,7 @@ from kvturn_router.costs import (
     Priors,
     Took,
 )
-from kvturn_router.fit import HALF_LIFE_NS, PRIOR_DEVIATION, Fit
+from kvturn_router.choice.fit import HALF_LIFE_NS, PRIOR_DEVIATION, Fit
 
 SECOND_NS = 10**9
 WRONG = (0.25, 1.0, 4.0)

@@ -40,6 +40,13 @@ PACKAGES = (
     "services/lease/kvturn_lease",
     "services/lease/kvturn_lease/etcd",
     "services/router/kvturn_router",
+    "services/router/kvturn_router/front",
+    "services/router/kvturn_router/turn",
+    "services/router/kvturn_router/leases",
+    "services/router/kvturn_router/choice",
+    "services/router/kvturn_router/engines",
+    "services/router/kvturn_router/request",
+    "services/router/kvturn_router/telemetry",
     "cli/kvturn_cli",
 )
 UPSTREAM_KEYS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
@@ -134,8 +141,20 @@ def slug(heading: str) -> str:
 def test_architecture_lists_exactly_the_modules_of_each_package(package: str) -> None:
     """A module that is added, renamed or removed shows here."""
     listed = [names(cells[0])[0] for cells in rows(section(ARCHITECTURE, package))[1:]]
-    there = sorted(file.name for file in (ROOT / package).glob("*.py") if file.stat().st_size)
-    assert sorted(listed) == there
+    files = {file.name for file in (ROOT / package).glob("*.py")} - {"__init__.py"}
+    assert sorted(listed) == sorted(files)
+
+
+def test_a_folder_of_the_router_imports_only_from_those_below_it() -> None:
+    """The order that ARCHITECTURE.md gives is the one that the imports keep."""
+    package = ROOT / "services/router/kvturn_router"
+    text = section(ARCHITECTURE, "services/router/kvturn_router").partition("| module")[0]
+    order = [name for name in names(text) if (package / name).is_dir()]
+    order = order[-len({file.parent for file in package.glob("*/*.py")}) :]
+    for place, folder in enumerate(order):
+        for file in (package / folder).glob("*.py"):
+            used = re.findall(r"from kvturn_router\.(\w+)\.", file.read_text())
+            assert not set(used) & set(order[:place]), f"{folder}/{file.name} imports from {used}"
 
 
 def test_connector_keys_and_defaults_are_those_of_the_code() -> None:
@@ -223,7 +242,7 @@ def test_the_reasons_of_plans_are_those_of_the_code() -> None:
         for cells in rows(section(TURNS, "Reasons of plans"))
         if names(cells[0]) and not cells[0].startswith("a verdict")
     }
-    text = (ROOT / "services/router/kvturn_router/plan.py").read_text()
+    text = (ROOT / "services/router/kvturn_router/choice/plan.py").read_text()
     assert not [word for word in listed if not re.search(rf"\b{word}\b", text)]
     assert set(re.findall(r'"((?:no|at)_holder|holder_\w+)"', text)) <= listed
 

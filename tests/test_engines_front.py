@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from kvturn.keys import watched_keys
-from kvturn_router.engine import Engine, EngineAddress
-from kvturn_router.engines_front import DRAIN, ENGINES, EnginesFront
+from kvturn_router.engines.engine import Engine, EngineAddress
+from kvturn_router.engines.fleet import FLAGS, AnnouncedEngine, Fleet
+from kvturn_router.engines.health import Health
 from kvturn_router.errors import TurnError
-from kvturn_router.fleet import FLAGS, AnnouncedEngine, Fleet
-from kvturn_router.health import Health
-from kvturn_router.http_wire import HttpRequest
-from kvturn_router.keys import ApiKeys
+from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
+from kvturn_router.front.http_wire import HttpRequest
+from kvturn_router.request.keys import ApiKeys
 
 KEY = "operator-0123456789"
 A, B = "http://a:1", "http://b:2"

@@ -9,8 +9,8 @@ import pytest
 from router_harness import router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
-from kvturn_router.span_export import OtlpExporter
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry.span_export import OtlpExporter
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 BODY = json.dumps({"choices": [], "text": "x" * 5000}).encode()
 

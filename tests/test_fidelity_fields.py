@@ -16,7 +16,7 @@ from request_fields import (
 from router_harness import router
 from stub_engine import CHAT, COMPLETIONS
 
-from kvturn_router.body import decode_parts, needs_decode_alone, parse, prefill_parts
+from kvturn_router.request.body import decode_parts, needs_decode_alone, parse, prefill_parts
 
 FIELDS = [
     pytest.param(path, name, field, id=f"{path.split('/')[2]}-{name}")

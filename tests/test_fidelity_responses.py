@@ -10,9 +10,9 @@ from response_engine import RESPONSES, answer_of, offer_responses, output_of
 from response_engine import events as response_events
 from router_harness import FakeLease, Rig, router
 
-from kvturn_router.body import parse
 from kvturn_router.errors import TurnError
-from kvturn_router.responses import (
+from kvturn_router.request.body import parse
+from kvturn_router.request.responses import (
     response_id,
     response_name,
     responses_decode_parts,

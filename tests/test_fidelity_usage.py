@@ -10,7 +10,7 @@ from response_engine import RESPONSES, USAGE, offer_responses
 from router_harness import router, turn_body
 from stub_engine import CHAT, COMPLETIONS
 
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 BODIES = {
     CHAT: turn_body(),

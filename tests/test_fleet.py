@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvturn_router.engine import DECODE, Engine, EngineAddress, engine_address
-from kvturn_router.fleet import (
+from kvturn_router.engines.engine import DECODE, Engine, EngineAddress, engine_address
+from kvturn_router.engines.fleet import (
     ENGINES_MAX,
     FLAGS,
     OPERATOR,
@@ -14,9 +14,9 @@ from kvturn_router.fleet import (
     Fleet,
     FleetFull,
 )
-from kvturn_router.health import Health
-from kvturn_router.loads import Loads
-from kvturn_router.waiting import NoPlace, NoRoom, WaitingRoom
+from kvturn_router.engines.health import Health
+from kvturn_router.engines.loads import Loads
+from kvturn_router.engines.waiting import NoPlace, NoRoom, WaitingRoom
 
 S = 1_000_000_000
 D1 = AnnouncedEngine("d1", "decode", "http://10.0.0.1:8200", False)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvturn_router.history import ANSWERS_MAX, History, history_of
-from kvturn_router.intake import CHAT, COMPLETIONS
+from kvturn_router.request.history import ANSWERS_MAX, History, history_of
+from kvturn_router.request.intake import CHAT, COMPLETIONS
 
 RESPONSES = "/v1/responses"
 COMPACT = (",", ":")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 from msgspec.structs import replace
 
-from kvturn_router.costs import EXPLORED_FIRST, Costs, Priors, Took
-from kvturn_router.plan import NoEngine, PlanKind, Resolution, Thresholds, TurnSize, decide
+from kvturn_router.choice.costs import EXPLORED_FIRST, Costs, Priors, Took
+from kvturn_router.choice.plan import NoEngine, PlanKind, Resolution, Thresholds, TurnSize, decide
 from kvturn_router.verdict import Verdict
 
 if TYPE_CHECKING:

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvturn_router import body as bodies
-from kvturn_router.body import (
+from kvturn_router.errors import TurnError
+from kvturn_router.request import body as bodies
+from kvturn_router.request.body import (
     DEPTH_MAX,
     decode_parts,
     needs_decode_alone,
@@ -16,8 +17,7 @@ from kvturn_router.body import (
     prefill_parts,
     without_transfer_arguments,
 )
-from kvturn_router.errors import TurnError
-from kvturn_router.intake import CHAT, COMPLETIONS
+from kvturn_router.request.intake import CHAT, COMPLETIONS
 
 
 def prefill(**members: Any) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from router_harness import Client, turn_body
 from router_process import process
 from stub_engine import CHAT, Reply, Seen, StubEngine, chunk
 
+from kvturn_router.choice.plan import PlanKind, Thresholds
 from kvturn_router.config import ConfigError, parse_config
-from kvturn_router.plan import PlanKind, Thresholds
 
 ENGINES = ["--prefill=http://127.0.0.1:1", "--decode=http://127.0.0.1:2"]
 

@@ -12,7 +12,7 @@ import pytest
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, GUARD_S, Play, Reply, Seen, StubEngine
 
-from kvturn_router.intake import TurnRequest
+from kvturn_router.request.intake import TurnRequest
 
 TURNS = 300
 SPAN_S = 1.0

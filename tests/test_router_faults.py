@@ -7,7 +7,7 @@ import pytest
 from router_harness import router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
-from kvturn_router.fleet import FLAGS
+from kvturn_router.engines.fleet import FLAGS
 
 ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'
 

@@ -17,12 +17,12 @@ from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
-from kvturn_router import grpc_front
-from kvturn_router.body_budget import BodyBudget
-from kvturn_router.conversation import TurnReport
-from kvturn_router.fleet import Fleet
-from kvturn_router.grpc_front import GrpcFront
-from kvturn_router.turn_report import report_message, report_of
+from kvturn_router.engines.fleet import Fleet
+from kvturn_router.front import grpc_front
+from kvturn_router.front.body_budget import BodyBudget
+from kvturn_router.front.grpc_front import GrpcFront
+from kvturn_router.leases.turn_report import report_message, report_of
+from kvturn_router.request.conversation import TurnReport
 from kvturn_router.verdict import Verdict
 
 _DATE = "Wed, 21 Oct 2026 07:28:00 GMT"

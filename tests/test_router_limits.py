@@ -14,8 +14,8 @@ from stub_engine import CHAT, Reply, Seen
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.errors import TurnError
-from kvturn_router.gate import QUESTIONS_MAX, Gate
-from kvturn_router.responses import response_id
+from kvturn_router.front.gate import QUESTIONS_MAX, Gate
+from kvturn_router.request.responses import response_id
 
 ONE_MB = ("--max-body-mb=1", "--max-bodies-mb=1")
 MOST = 1 << 20

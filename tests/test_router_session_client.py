@@ -11,11 +11,11 @@ from stub_engine import GUARD_S
 
 from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_router.conversation import ConversationKey, TurnReport
-from kvturn_router.plan import Resolution
-from kvturn_router.router_session import AnnouncedEngine, RouterSession
-from kvturn_router.session_turns import Retained, SessionTurn, SessionTurns
-from kvturn_router.turn_report import report_message
+from kvturn_router.choice.plan import Resolution
+from kvturn_router.leases.router_session import AnnouncedEngine, RouterSession
+from kvturn_router.leases.session_turns import Retained, SessionTurn, SessionTurns
+from kvturn_router.leases.turn_report import report_message
+from kvturn_router.request.conversation import ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("acme", "m", "c1")
@@ -120,7 +120,7 @@ async def test_turns_that_begin_together_go_out_together():
 
 async def test_turns_that_begin_soon_after_a_message_share_the_next(monkeypatch):
     """Ten in as many passes of the event loop, right after one that was told at once."""
-    monkeypatch.setattr("kvturn_router.router_session._PACE_S", 0.2)
+    monkeypatch.setattr("kvturn_router.leases.router_session._PACE_S", 0.2)
     async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
         await until(lambda: one.sessions)
         await one.resolution(begin(one))

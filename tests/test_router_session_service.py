@@ -18,12 +18,12 @@ from kvturn_lease.server import LeaseServer
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
 from kvturn_lease.telemetry import make_telemetry
-from kvturn_router.conversation import ConversationKey
-from kvturn_router.engine import Engine as RouterEngine
-from kvturn_router.fleet import Fleet
-from kvturn_router.health import Health
-from kvturn_router.router_session import RouterSession
-from kvturn_router.session_turns import Retained, SessionTurn
+from kvturn_router.engines.engine import Engine as RouterEngine
+from kvturn_router.engines.fleet import Fleet
+from kvturn_router.engines.health import Health
+from kvturn_router.leases.router_session import RouterSession
+from kvturn_router.leases.session_turns import Retained, SessionTurn
+from kvturn_router.request.conversation import ConversationKey
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("t", "m", "c")

@@ -13,7 +13,7 @@ from stub_engine import CHAT, GUARD_S, chunk, event
 from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 STREAMS = 1000
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"

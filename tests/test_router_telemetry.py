@@ -17,9 +17,9 @@ from recorded_spans import Recording, export_of, told
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
-from kvturn_router.span_export import OtlpExporter
-from kvturn_router.span_wire import CLIENT, SERVER, Span, span_bytes
-from kvturn_router.telemetry import Telemetry, trace_context
+from kvturn_router.telemetry.span_export import OtlpExporter
+from kvturn_router.telemetry.span_wire import CLIENT, SERVER, Span, span_bytes
+from kvturn_router.telemetry.turn_trace import Telemetry, trace_context
 
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"

@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_engine import event
 
-from kvturn_router.sse import EventSplitter
-from kvturn_router.usage import StreamUsage, with_cached_tokens
+from kvturn_router.turn.sse import EventSplitter
+from kvturn_router.turn.usage import StreamUsage, with_cached_tokens
 
 
 def usage(cached: int | None) -> dict[str, object]:

@@ -18,7 +18,7 @@ from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn.watched import LOOK_INTERVAL_S, FileFault, Watched, warn_of_open_secrets
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.errors import TurnError
-from kvturn_router.keys import ApiKeys, operator_of
+from kvturn_router.request.keys import ApiKeys, operator_of
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 KEY = "kvt-0123456789abcdef"

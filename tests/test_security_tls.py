@@ -27,9 +27,9 @@ from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import ConfigError, parse_config
-from kvturn_router.engine_http import ConnectFault, EnginePool, request_bytes
-from kvturn_router.span_export import OtlpExporter
-from kvturn_router.telemetry import Telemetry
+from kvturn_router.engines.engine_http import ConnectFault, EnginePool, request_bytes
+from kvturn_router.telemetry.span_export import OtlpExporter
+from kvturn_router.telemetry.turn_trace import Telemetry
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 

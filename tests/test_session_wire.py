@@ -6,16 +6,16 @@ from google.protobuf import duration_pb2
 from hypothesis import given
 
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_router.conversation import ConversationKey, TurnReport
-from kvturn_router.plan import PlanKind
-from kvturn_router.session_wire import (
+from kvturn_router.choice.plan import PlanKind
+from kvturn_router.leases.session_wire import (
     begin_turn,
     end_turn,
     router_hello,
     session_request,
     turn_report,
 )
-from kvturn_router.turn_report import report_message
+from kvturn_router.leases.turn_report import report_message
+from kvturn_router.request.conversation import ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
 names = st.text(st.characters(codec="utf-8"), max_size=300)

@@ -19,8 +19,8 @@ from bench.lease.machine import facts, load_average
 from bench.local.crossing import WAYS, Cell, Measured, measure
 from bench.local.learning import Lesson, Score, learn, repeated, scaled
 from bench.local.legs import Setup
-from kvturn_router.costs import Priors
-from kvturn_router.plan import PlanKind
+from kvturn_router.choice.costs import Priors
+from kvturn_router.choice.plan import PlanKind
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from bench.local.legs import Chat, Message, text
-from kvturn_router.plan import PlanKind
+from kvturn_router.choice.plan import PlanKind
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from bench.local.crossing import Cell, Measured, new_bytes
 from bench.local.legs import Chat, Held, Message, text
-from kvturn_router.costs import Costs, Forecast, Priors
-from kvturn_router.plan import Plan, PlanKind, Resolution, Thresholds, TurnSize, decide
+from kvturn_router.choice.costs import Costs, Forecast, Priors
+from kvturn_router.choice.plan import Plan, PlanKind, Resolution, Thresholds, TurnSize, decide
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping, Sequence

@@ -16,8 +16,8 @@ from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_cli.checkout import checkout, default_model, default_vllm_python
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.stack import Stack, StackConfig
-from kvturn_router.costs import Took
-from kvturn_router.plan import PlanKind
+from kvturn_router.choice.costs import Took
+from kvturn_router.choice.plan import PlanKind
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

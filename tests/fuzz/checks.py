@@ -6,11 +6,11 @@ import json
 from typing import Any, Final
 
 from fuzz.verdict import Pairs, judge, read
-from kvturn_router.body import WITHHELD, decode_parts, prefill_parts
 from kvturn_router.errors import TurnError
-from kvturn_router.history import ANSWERS_MAX, history_of
-from kvturn_router.intake import Intake, TurnRequest
-from kvturn_router.responses import (
+from kvturn_router.request.body import WITHHELD, decode_parts, prefill_parts
+from kvturn_router.request.history import ANSWERS_MAX, history_of
+from kvturn_router.request.intake import Intake, TurnRequest
+from kvturn_router.request.responses import (
     RESPONSES,
     responses_decode_parts,
     responses_prefill_parts,

@@ -16,7 +16,7 @@ from router_harness import Rig, router
 from fuzz.bodies import ROUTES
 from fuzz.streams import SMUGGLED, Stream
 from fuzz.verdict import judge, read
-from kvturn_router.responses import RESPONSES
+from kvturn_router.request.responses import RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Coroutine, Sequence

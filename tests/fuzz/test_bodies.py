@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from fuzz.bodies import ROUTES, bodies, good_bodies
 from fuzz.checks import check_body
 from fuzz.corpus import corpus
-from kvturn_router.body import CONTAINERS_MAX, MEMBERS_MAX, parse
 from kvturn_router.errors import TurnError
+from kvturn_router.request.body import CONTAINERS_MAX, MEMBERS_MAX, parse
 
 
 @pytest.mark.parametrize("path", ROUTES)

@@ -6,10 +6,10 @@ import json
 import math
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from kvturn_router.body import DEPTH_MAX
-from kvturn_router.conversation import NAME_BYTES_MAX
-from kvturn_router.intake import CHAT, COMPLETIONS
-from kvturn_router.responses import RESPONSES
+from kvturn_router.request.body import DEPTH_MAX
+from kvturn_router.request.conversation import NAME_BYTES_MAX
+from kvturn_router.request.intake import CHAT, COMPLETIONS
+from kvturn_router.request.responses import RESPONSES
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

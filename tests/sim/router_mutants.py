@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from kvturn.recognition import Key, Recognition
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.routers import Retained, Routers, RouterSession, Turn
-from kvturn_router.session_turns import SessionTurn, SessionTurns
+from kvturn_router.leases.session_turns import SessionTurn, SessionTurns
 from sim.router_world import RouterCores
 
 if TYPE_CHECKING:

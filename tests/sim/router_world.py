@@ -26,8 +26,8 @@ from kvturn_lease.lessor import Lessor
 from kvturn_lease.routers import Beginning, Begun, Retained, RouterLimits, Routers, RouterSession
 from kvturn_lease.session import EngineInfo, KvMemory, SessionId
 from kvturn_lease.verdict import ReleaseReason
-from kvturn_router.conversation import ConversationKey as AskedKey
-from kvturn_router.session_turns import SessionTurn, SessionTurns
+from kvturn_router.leases.session_turns import SessionTurn, SessionTurns
+from kvturn_router.request.conversation import ConversationKey as AskedKey
 from sim.network import Network, Stream
 from sim.weather import Weather
 from sim.world import MS, Node, S, Violation, World

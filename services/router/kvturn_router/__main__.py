@@ -22,36 +22,36 @@ from kvturn.recognition import Recognition, minted_id
 from kvturn.spelling import stray_variables
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.watched import warn_of_open_secrets
-from kvturn_router.admission import Admission
-from kvturn_router.body_budget import BodyBudget
+from kvturn_router.choice.costs import Costs
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
-from kvturn_router.conversation_book import ConversationBook
-from kvturn_router.costs import Costs
-from kvturn_router.engine import DECODE, PREFILL, Engine, EngineAddress
-from kvturn_router.engines_front import EnginesFront
-from kvturn_router.fleet import FLAGS, Fleet
-from kvturn_router.forward import Forwarder, LeaseReuse, TurnLimits
-from kvturn_router.gate import QUESTIONS_MAX, Gate
-from kvturn_router.grpc_front import GrpcFront, RouterServicer
-from kvturn_router.health import Health
-from kvturn_router.health_watch import HealthWatch
-from kvturn_router.http_front import HttpFront
-from kvturn_router.http_wire import Listener, WireLimits
-from kvturn_router.intake import Intake
-from kvturn_router.keys import ApiKeys
-from kvturn_router.lease_client import LeaseClient
-from kvturn_router.legs import Legs, RequestIds
-from kvturn_router.router_session import RouterSession
+from kvturn_router.engines.admission import Admission
+from kvturn_router.engines.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines.fleet import FLAGS, Fleet
+from kvturn_router.engines.health import Health
+from kvturn_router.engines.health_watch import HealthWatch
+from kvturn_router.engines.waiting import WaitingRoom
+from kvturn_router.front.body_budget import BodyBudget
+from kvturn_router.front.engines_front import EnginesFront
+from kvturn_router.front.gate import QUESTIONS_MAX, Gate
+from kvturn_router.front.grpc_front import GrpcFront, RouterServicer
+from kvturn_router.front.http_front import HttpFront
+from kvturn_router.front.http_wire import Listener, WireLimits
+from kvturn_router.leases.conversation_book import ConversationBook
+from kvturn_router.leases.lease_client import LeaseClient
+from kvturn_router.leases.router_session import RouterSession
+from kvturn_router.request.intake import Intake
+from kvturn_router.request.keys import ApiKeys
 from kvturn_router.server import ListenError, RouterServer, address_of
-from kvturn_router.span_export import OtlpExporter
-from kvturn_router.stock import HandleBook
-from kvturn_router.stock_reuse import StockReuse
-from kvturn_router.telemetry import Telemetry
-from kvturn_router.waiting import WaitingRoom
+from kvturn_router.telemetry.span_export import OtlpExporter
+from kvturn_router.telemetry.turn_trace import Telemetry
+from kvturn_router.turn.forward import Forwarder, LeaseReuse, TurnLimits
+from kvturn_router.turn.legs import Legs, RequestIds
+from kvturn_router.turn.stock import HandleBook
+from kvturn_router.turn.stock_reuse import StockReuse
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
 if TYPE_CHECKING:
-    from kvturn_router.plan import Plan
+    from kvturn_router.choice.plan import Plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1

@@ -18,9 +18,9 @@ from kvturn.lease_access import lease_access
 from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
-from kvturn_router.conversation import SESSION_HEADERS
-from kvturn_router.engine import EngineAddress, engine_address
-from kvturn_router.plan import PlanKind, Thresholds
+from kvturn_router.choice.plan import PlanKind, Thresholds
+from kvturn_router.engines.engine import EngineAddress, engine_address
+from kvturn_router.request.conversation import SESSION_HEADERS
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")

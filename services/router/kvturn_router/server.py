@@ -10,13 +10,13 @@ from typing import Final
 
 from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
+from kvturn_router.engines.fleet import Fleet
+from kvturn_router.engines.health_watch import HealthWatch
 from kvturn_router.errors import TurnError
-from kvturn_router.fleet import Fleet
-from kvturn_router.forward import Forwarder, LeaseReuse
-from kvturn_router.gate import Gate
-from kvturn_router.grpc_front import GrpcFront
-from kvturn_router.health_watch import HealthWatch
-from kvturn_router.http_wire import ClientConnection, Listener
+from kvturn_router.front.gate import Gate
+from kvturn_router.front.grpc_front import GrpcFront
+from kvturn_router.front.http_wire import ClientConnection, Listener
+from kvturn_router.turn.forward import Forwarder, LeaseReuse
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0

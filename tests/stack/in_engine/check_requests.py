@@ -29,18 +29,18 @@ from vllm.entrypoints.openai.responses.protocol import (  # noqa: E402
 )
 from vllm.entrypoints.serve.engine.protocol import PromptTokenUsageInfo, UsageInfo  # noqa: E402
 
-from kvturn_router.body import (  # noqa: E402
+from kvturn_router.request.body import (  # noqa: E402
     decode_parts,
     needs_decode_alone,
     parse,
     prefill_parts,
 )
-from kvturn_router.responses import (  # noqa: E402
+from kvturn_router.request.responses import (  # noqa: E402
     responses_decode_parts,
     responses_need_decode_alone,
     responses_prefill_parts,
 )
-from kvturn_router.usage import (  # noqa: E402
+from kvturn_router.turn.usage import (  # noqa: E402
     RESPONSE_USAGE,
     StreamUsage,
     usage_of,

@@ -1,0 +1,1 @@
+"""The engines: addresses, connections, health, load, and the wait for room on them."""

@@ -1,0 +1,120 @@
+"""Asks engines after their health, each at its own time.
+
+How many there are changes only how many are asked in an interval: at most
+`ASKED_AT_ONCE` at a time, and after the first round spread over the interval.
+Engines that are out, and may not answer at all, take up at most half of that.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from kvturn_router.engines.engine import Engine
+from kvturn_router.engines.engine_http import EngineFault
+from kvturn_router.engines.fleet import Fleet
+
+ASKED_AT_ONCE: Final = 32
+"""Engines asked at a time."""
+
+_HEALTH_BODY_MAX: Final = 64 << 10
+_TICKS: Final = 32
+"""Most looks per interval at who is due."""
+_LOOKS: Final = 4
+"""Least looks per interval: what is over is ended then, and those that have answered are seen."""
+
+
+class HealthWatch:
+    """Asks from `start` to `stop`, and looks who is due only when somebody is.
+
+    `authorization` is what the router itself sends to engines, None if nothing.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        authorization: bytes | None,
+        interval_s: float,
+        timeout_s: float,
+        clock_ns: Callable[[], int],
+    ) -> None:
+        self._fleet = fleet
+        self._authorization = authorization
+        self._pauses_s = (interval_s / _TICKS, interval_s / _LOOKS)
+        self._timeout_s = timeout_s
+        self._clock_ns = clock_ns
+        self._asking: dict[Engine, asyncio.Task[None]] = {}
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        fleet.due = self._look_soon
+
+    def start(self) -> None:
+        """Begins to ask, every engine at once to begin with."""
+        self._look()
+
+    async def stop(self) -> None:
+        """Stops asking."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        tasks = [*self._asking.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _look_soon(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = self._loop.call_later(0, self._look)
+
+    def _look(self) -> None:
+        least_s, most_s = self._pauses_s
+        # First, so that it goes on whatever happens.
+        self._timer = self._loop.call_later(most_s, self._look)
+        self._fleet.sweep()
+        now_ns = self._clock_ns()
+        next_ns = now_ns + round(most_s * 1e9)
+        for engine in self._fleet:
+            if engine in self._asking:
+                continue
+            if engine.health.due_ns <= now_ns and self._has_room_for(engine):
+                self._ask(engine)
+            else:
+                next_ns = min(next_ns, engine.health.due_ns)
+        self._timer.cancel()
+        pause_s = max((next_ns - now_ns) / 1e9, least_s)
+        self._timer = self._loop.call_later(pause_s, self._look)
+
+    def _has_room_for(self, engine: Engine) -> bool:
+        if engine.usable:
+            return len(self._asking) < ASKED_AT_ONCE
+        out = sum(not one.usable for one in self._asking)
+        return out < ASKED_AT_ONCE // 2
+
+    def _ask(self, engine: Engine) -> None:
+        engine.pool.sweep(self._loop.time())
+        task = self._asking[engine] = self._loop.create_task(self._asked(engine))
+        task.add_done_callback(lambda _: self._asking.pop(engine))
+
+    async def _asked(self, engine: Engine) -> None:
+        fault = await self._fault_of(engine)
+        if fault is None:
+            self._fleet.seen_well(engine)
+        else:
+            self._fleet.seen_badly(engine, fault)
+
+    async def _fault_of(self, engine: Engine) -> str | None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                exchange = await engine.get(
+                    b"/health", authorization=self._authorization, silence_s=self._timeout_s
+                )
+                try:
+                    await exchange.body(_HEALTH_BODY_MAX)
+                finally:
+                    exchange.close()
+        except TimeoutError:
+            return f"no health answer within {self._timeout_s:g} s"
+        except EngineFault as error:
+            return str(error)
+        return None if exchange.status == 200 else f"its health answer is {exchange.status}"

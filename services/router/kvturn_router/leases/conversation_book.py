@@ -1,0 +1,157 @@
+"""What a router remembers of the conversations that it has seen lately.
+
+A hundred thousand conversations of up to 64 turns each: as Python objects a
+turn would take 400 bytes, here it takes 58; and a record that is one `bytes`
+object costs the garbage collector nothing. Nothing here does I/O.
+"""
+
+from collections import OrderedDict
+from struct import Struct
+from struct import error as StructError
+from typing import Final
+
+from kvturn_router.request.conversation import ConversationKey, TurnReport
+from kvturn_router.verdict import Verdict
+
+REPORTS_MAX: Final = 64
+"""Turns remembered per conversation."""
+
+_head: Final = Struct("<Q")  # turns
+_turn: Final = Struct("<HHHHHIIIIIIIIQ")
+_UINT32_MAX: Final = (1 << 32) - 1
+_WORDS_MAX: Final = 1 << 16
+
+
+class ConversationBook:
+    """The conversations that this router has seen lately, least recent forgotten first.
+
+    `conversations_max` is at least 1.
+    """
+
+    def __init__(self, conversations_max: int) -> None:
+        assert conversations_max >= 1
+        self._conversations_max = conversations_max
+        self._log = _TurnLog()
+        # A head, then the latest turns as the log writes them.
+        self._records: OrderedDict[ConversationKey, bytes] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def begin_turn(self, key: ConversationKey) -> int:
+        """Counts a turn that begins; returns its number, from 1."""
+        record = self._records.get(key)
+        if record is None:
+            self._records[key] = _head.pack(1)
+            if len(self._records) > self._conversations_max:
+                self._records.popitem(last=False)
+            return 1
+        turns = int(_head.unpack_from(record)[0]) + 1
+        self._records[key] = _head.pack(turns) + record[_head.size :]
+        self._records.move_to_end(key)
+        return turns
+
+    def end_turn(self, key: ConversationKey, report: TurnReport) -> None:
+        """Remembers how a turn was served; of its plan's reason the words, without the numbers."""
+        record = self._records.get(key)
+        if record is None:
+            return
+        kept = record[_head.size :][-(REPORTS_MAX - 1) * _turn.size :]
+        self._records[key] = record[: _head.size] + kept + self._log.written(report)
+
+    def reports(self, key: ConversationKey) -> list[TurnReport] | None:
+        """Returns the latest turns, oldest first; None if the conversation is not known."""
+        record = self._records.get(key)
+        return None if record is None else self._log.read(record[_head.size :])
+
+
+class _Words(dict[str, int]):
+    """Verdicts, plans, reasons and engines, numbered as they come; those beyond its end are ""."""
+
+    def __init__(self) -> None:
+        self.spelt = ["", *(verdict.value for verdict in Verdict)]
+        super().__init__((word, number) for number, word in enumerate(self.spelt))
+
+    def __missing__(self, word: str) -> int:
+        if len(self.spelt) == _WORDS_MAX:
+            return 0
+        self[str(word)] = len(self.spelt)
+        self.spelt.append(str(word))
+        return self[word]
+
+
+class _TurnLog:
+    """Writes and reads the reports of turns, one after the other.
+
+    Times are kept in microseconds, up to 4,294 s.
+    """
+
+    def __init__(self) -> None:
+        self._words = _Words()
+
+    def written(self, report: TurnReport) -> bytes:
+        """Returns a log of one turn."""
+        words = self._words
+        told = (
+            words[report.verdict],
+            words[report.plan],
+            words[report.prefill_engine],
+            words[report.decode_engine],
+            words[_words_of(report.plan_reason)],
+            report.turn,
+            report.prompt_tokens,
+            report.reused_tokens,
+            report.local_tokens,
+            report.output_tokens,
+            int(report.prefill_ms * 1000 + 0.5),
+            int(report.read_ms * 1000 + 0.5),
+            int(report.first_byte_ms * 1000 + 0.5),
+        )
+        try:
+            return _turn.pack(*told, report.read_bytes)
+        except StructError:
+            cut = [min(number, _UINT32_MAX) for number in told]
+            return _turn.pack(*cut, report.read_bytes)
+
+    def read(self, log: bytes) -> list[TurnReport]:
+        """Returns the turns of a log."""
+        return [self._report(*fields) for fields in _turn.iter_unpack(log)]
+
+    def _report(
+        self,
+        verdict: int,
+        plan: int,
+        prefill_engine: int,
+        decode_engine: int,
+        plan_reason: int,
+        turn: int,
+        prompt_tokens: int,
+        reused_tokens: int,
+        local_tokens: int,
+        output_tokens: int,
+        prefill_us: int,
+        read_us: int,
+        first_byte_us: int,
+        read_bytes: int,
+    ) -> TurnReport:
+        spelt = self._words.spelt
+        return TurnReport(
+            turn=turn,
+            verdict=Verdict(spelt[verdict]),
+            prompt_tokens=prompt_tokens,
+            reused_tokens=reused_tokens,
+            local_tokens=local_tokens,
+            prefill_ms=prefill_us / 1000,
+            read_ms=read_us / 1000,
+            read_bytes=read_bytes,
+            plan=spelt[plan],
+            first_byte_ms=first_byte_us / 1000,
+            output_tokens=output_tokens,
+            prefill_engine=spelt[prefill_engine],
+            decode_engine=spelt[decode_engine],
+            plan_reason=spelt[plan_reason],
+        )
+
+
+def _words_of(reason: str) -> str:
+    return " ".join(word for word in reason.split() if "=" not in word)

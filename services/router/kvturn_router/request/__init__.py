@@ -1,0 +1,1 @@
+"""What a client asks: bodies, conversations and histories, checked before any engine is asked."""

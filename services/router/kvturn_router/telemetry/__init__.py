@@ -1,0 +1,1 @@
+"""One trace per turn, written as OTLP bytes and sent in batches."""

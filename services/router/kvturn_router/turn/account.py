@@ -1,0 +1,161 @@
+"""What is known of one turn, and what is told of it: to the client, in its span, to the costs.
+
+No I/O, no clock.
+"""
+
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from kvturn_router.choice.costs import Forecast, Took
+from kvturn_router.choice.plan import PlanKind
+from kvturn_router.request.conversation import TurnReport
+from kvturn_router.request.intake import COMPLETIONS, TurnRequest
+from kvturn_router.telemetry.span_wire import Attribute
+from kvturn_router.turn.prefill_answer import NOTHING, PrefillAnswer
+from kvturn_router.verdict import Verdict
+
+if TYPE_CHECKING:
+    from kvturn_router.leases.session_turns import Retained
+    from kvturn_router.turn.usage import Usage
+
+_NS_PER_MS = 1e6
+
+
+class Account(msgspec.Struct):
+    """One turn's account, filled in as the turn goes on. Times are CLOCK_BOOTTIME, 0 for never."""
+
+    began_ns: int
+    number: int = 0
+    """Number of the turn in its conversation, 0 if not known."""
+    verdict: Verdict = Verdict.NOT_OFFERED
+    kind: PlanKind | None = None
+    reason: str = ""
+    forecast: Forecast | None = None
+    lease_id: str = ""
+    prefill_url: str = ""
+    prefill_ms: float = 0.0
+    answer: PrefillAnswer = NOTHING
+    """What prefill said last."""
+    not_computed: int | None = None
+    """The most prompt tokens that no engine computed, None without a prefill leg."""
+    read_failed: bool = False
+    decode_url: str = ""
+    decode_began_ns: int = 0
+    first_byte_ns: int = 0
+    usage: "Usage | None" = None
+    """What decode's answer says of its tokens, None if it does not."""
+    retained: "Retained | None" = None
+    """What decode's grant said, where nothing else tells it."""
+
+    def give_reuse_up(self, verdict: Verdict) -> None:
+        """Notes that what was read, or was to be read, is of no use."""
+        self.read_failed = True
+        self.verdict = verdict
+
+    def lose_handover(self) -> None:
+        """Notes that prefill's KV may have been fetched in vain: decode computes the prompt."""
+        answer = self.answer
+        report = answer.report
+        if report is not None:
+            report = msgspec.structs.replace(report, reused_tokens=0, local_tokens=0)
+        self.answer = PrefillAnswer(None, report, answer.prompt_tokens, None)
+        if self.verdict in (Verdict.REUSED, Verdict.PARTIAL_PREFIX):
+            self.verdict = Verdict.READ_FAILED
+
+    def note_prefill(self) -> None:
+        """Notes that the prefill leg is over: what it did not compute."""
+        answer = self.answer
+        tokens = answer.cached_tokens or 0
+        if answer.report is not None:
+            tokens = answer.report.reused_tokens + answer.report.local_tokens
+        prompt_tokens = self.prompt_tokens()
+        self.not_computed = min(tokens, prompt_tokens) if prompt_tokens else tokens
+
+    def prompt_tokens(self) -> int:
+        """Returns the tokens of the prompt, 0 if not known."""
+        report = self.answer.report
+        told = (report.prompt_tokens if report else 0) or self.answer.prompt_tokens
+        if not told and self.usage is not None:
+            told = self.usage.prompt_tokens
+        if not told and self.retained is not None:
+            told = self.retained.prompt_tokens
+        return told
+
+    def local_tokens(self) -> int:
+        """Returns the prompt tokens found in the own cache of the engine that computed it."""
+        if self.answer.report is not None:
+            return self.answer.report.local_tokens
+        if self.kind is PlanKind.LOCAL:
+            if self.usage is not None and self.usage.cached_tokens is not None:
+                return self.usage.cached_tokens
+            return self.retained.local_cached_tokens if self.retained is not None else 0
+        return self.answer.cached_tokens or 0
+
+    def report(self) -> TurnReport:
+        """Returns how the turn was served, as far as is known by now."""
+        read = self.answer.report
+        first_byte_ms = 0.0
+        if self.first_byte_ns:
+            first_byte_ms = (self.first_byte_ns - self.began_ns) / _NS_PER_MS
+        # In the order of the fields: names would take as long again.
+        return TurnReport(
+            self.number,
+            self.verdict,
+            self.prompt_tokens(),
+            read.reused_tokens if read else 0,
+            self.local_tokens(),
+            round(self.prefill_ms, 3),
+            round(read.read_ms, 3) if read else 0.0,
+            read.read_bytes if read else 0,
+            self.kind or "",
+            round(first_byte_ms, 3),
+            self.usage.completion_tokens if self.usage is not None else 0,
+            self.prefill_url,
+            self.decode_url,
+            self.reason,
+        )
+
+    def took(self, *, streamed: bool) -> Took:
+        """Returns what the turn tells of costs."""
+        report = self.answer.report
+        decode_ms = 0.0
+        if self.first_byte_ns:
+            decode_ms = (self.first_byte_ns - self.decode_began_ns) / _NS_PER_MS
+        return Took(
+            prompt_tokens=self.prompt_tokens(),
+            reused_tokens=report.reused_tokens if report else 0,
+            cached_tokens=self.local_tokens(),
+            prefill_ms=self.prefill_ms,
+            decode_ms=decode_ms,
+            generated_tokens=(
+                0 if streamed or self.usage is None else self.usage.completion_tokens
+            ),
+            read_failed=self.read_failed,
+        )
+
+    def attributes(self, request: TurnRequest, report: TurnReport) -> dict[str, Attribute]:
+        """Returns what the turn's span says."""
+        attributes: dict[str, Attribute] = {
+            "gen_ai.operation.name": "text_completion" if request.path == COMPLETIONS else "chat",
+            "gen_ai.conversation.id": request.key.conversation_id,
+            "gen_ai.request.model": request.key.model,
+            "gen_ai.usage.input_tokens": report.prompt_tokens,
+            "kvturn.turn": report.turn,
+            "kvturn.plan": report.plan,
+            "kvturn.plan.reason": report.plan_reason,
+            "kvturn.verdict": report.verdict,
+            "kvturn.prompt_tokens": report.prompt_tokens,
+            "kvturn.reused_tokens": report.reused_tokens,
+            "kvturn.local_tokens": report.local_tokens,
+            "kvturn.read_ms": report.read_ms,
+            "kvturn.read_bytes": report.read_bytes,
+            "kvturn.lease_id": self.lease_id,
+            "kvturn.prefill.engine": self.prefill_url,
+            "kvturn.decode.engine": self.decode_url,
+        }
+        if self.usage is not None:
+            attributes["gen_ai.usage.output_tokens"] = self.usage.completion_tokens
+            if self.usage.cached_tokens is not None:
+                attributes["gen_ai.usage.cache_read.input_tokens"] = self.usage.cached_tokens
+        return attributes

@@ -1,0 +1,187 @@
+"""One request of a turn to one engine: how it is written, sent and answered."""
+
+import os
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from itertools import count
+from typing import Final
+
+from kvturn_router.engines.engine_http import (
+    EngineFault,
+    Exchange,
+    LostFault,
+    SilentFault,
+)
+from kvturn_router.engines.fleet import Engine
+from kvturn_router.errors import EngineRefusal, TurnError
+from kvturn_router.request.intake import TurnRequest
+from kvturn_router.telemetry.turn_trace import TurnSpan
+
+ANSWER_BYTES_MAX: Final = 256 << 20
+"""Longest answer that is held in memory whole: prefill's, and one not streamed."""
+
+_ERROR_BYTES_MAX: Final = 16 << 20
+
+# About the connection to the engine, or about bytes that the router counts and
+# dates itself.
+_NOT_RELAYED = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+        b"date",
+        b"server",
+        b"x-request-id",
+        b"set-cookie",
+    }
+)
+_RELAYED_OF_REFUSAL = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
+
+
+class RequestIds:
+    """Ids under which engines know requests: unique per attempt, never a client's own."""
+
+    def __init__(self) -> None:
+        self._prefix = f"kvt-{os.urandom(6).hex()}".encode()
+        self._numbers = count(1)
+
+    def next(self) -> bytes:
+        """Returns an id that no other request has, of this router or of another."""
+        return b"%b-%x" % (self._prefix, next(self._numbers))
+
+
+class Legs:
+    """Sends requests to engines.
+
+    `authorization` is the router's own header for engines, None to pass on each
+    client's.
+    """
+
+    def __init__(self, ids: RequestIds, authorization: bytes | None) -> None:
+        self._ids = ids
+        self._authorization = authorization
+
+    async def send(
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        path: str,
+        parts: Sequence[bytes],
+        span: TurnSpan,
+        *,
+        silence_s: float,
+        again_if_stale: bool,
+        sent: Callable[[Exchange], None] = lambda _: None,
+    ) -> Exchange:
+        """Sends a POST and returns its exchange, answered.
+
+        `parts` are the body's. `silence_s` bounds the wait for each next byte
+        of the answer. With `again_if_stale` a request that was lost on a
+        connection used before, without a byte of an answer, is sent once more
+        on a new one and under a new id. `sent` is called with each exchange as
+        soon as its request is on the way. Raises EngineFault.
+        """
+        for fresh in (False, True):
+            wire = self._wire(engine, request, path, parts, span)
+            exchange = await engine.pool.send(wire, silence_s=silence_s, fresh=fresh)
+            sent(exchange)
+            try:
+                await exchange.answered()
+            except LostFault as fault:
+                if fresh or not (fault.stale and again_if_stale):
+                    raise
+            except BaseException:
+                exchange.close()
+                raise
+            else:
+                return exchange
+        raise AssertionError("the second attempt returns or raises")
+
+    def _wire(
+        self,
+        engine: Engine,
+        request: TurnRequest,
+        path: str,
+        parts: Sequence[bytes],
+        span: TurnSpan,
+    ) -> bytes:
+        more = b""
+        for header in request.passed_on:
+            more += b"%b: %b\r\n" % header
+        authorization = self._authorization or request.authorization
+        if authorization is not None:
+            more += b"authorization: %b\r\n" % authorization
+        if span.traceparent is not None:
+            more += b"traceparent: %b\r\n" % span.traceparent.encode()
+        head = (
+            b"POST %b HTTP/1.1\r\n%b: %b\r\ncontent-type: application/json\r\n"
+            b"x-request-id: %b\r\n%bcontent-length: %d\r\n\r\n"
+        ) % (
+            path.encode(),
+            *engine.host_header,
+            self._ids.next(),
+            more,
+            sum(map(len, parts)),
+        )
+        # Copied once, however long it is.
+        return b"".join([head, *parts])
+
+
+async def whole_body(exchange: Exchange, bytes_max: int = ANSWER_BYTES_MAX) -> bytes:
+    """Returns the whole body of an answer, decompressed. Raises EngineFault."""
+    body = await exchange.body(bytes_max)
+    if exchange.header(b"content-encoding") not in (b"gzip", b"deflate"):
+        return body
+    unpacker = zlib.decompressobj(wbits=47)
+    try:
+        unpacked = unpacker.decompress(body, bytes_max)
+    except zlib.error as error:
+        raise EngineFault(f"the answer cannot be decompressed: {error}") from None
+    if unpacker.unconsumed_tail:
+        raise EngineFault(f"the answer has more than {bytes_max} bytes")
+    if not unpacker.eof:
+        raise EngineFault("the compressed answer was cut")
+    exchange.headers = [item for item in exchange.headers if item[0] != b"content-encoding"]
+    return unpacked
+
+
+async def refusal_of(exchange: Exchange) -> EngineRefusal:
+    """Returns the error answer that an exchange brings. Raises EngineFault."""
+    body = await whole_body(exchange, _ERROR_BYTES_MAX)
+    kept = _RELAYED_OF_REFUSAL | {b"content-encoding"}
+    headers = [header for header in exchange.headers if header[0] in kept]
+    return EngineRefusal(exchange.status, headers, body)
+
+
+def relayed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
+    """Returns the headers of an answer that are about the answer itself."""
+    dropped: Collection[bytes] = _NOT_RELAYED
+    if named := exchange.header(b"connection"):
+        dropped = _NOT_RELAYED | {name.strip().lower() for name in named.split(b",")}
+    return [header for header in exchange.headers if header[0] not in dropped]
+
+
+def engine_error(role: str, fault: EngineFault) -> TurnError:
+    """Returns what a client is told of an engine that gave no answer."""
+    silent = isinstance(fault, SilentFault)
+    return TurnError(
+        504 if silent else 502,
+        f"The {role} engine gave no answer: {fault}.",
+        reason="ENGINE_SILENT" if silent else "ENGINE_LOST",
+    )
+
+
+def no_engine(role: str, lack: str = "") -> TurnError:
+    """Returns what a client is told when no engine of a role is usable; `lack` says why."""
+    return TurnError(
+        503,
+        f"No {role} engine is usable now" + (f": {lack}." if lack else "."),
+        reason="NO_ENGINE",
+        retry_after_s=1,
+    )
