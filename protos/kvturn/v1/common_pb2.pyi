@@ -112,7 +112,7 @@ class ConversationKey(_message.Message):
     def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., conversation_id: _Optional[str] = ...) -> None: ...
 
 class TurnReport(_message.Message):
-    __slots__ = ("conversation_id", "turn", "verdict", "prompt_tokens", "reused_tokens", "local_tokens", "prefill_time", "read_time", "read_bytes", "plan", "first_byte_time", "output_tokens", "prefill_engine", "decode_engine", "plan_reason")
+    __slots__ = ("conversation_id", "turn", "verdict", "prompt_tokens", "reused_tokens", "local_tokens", "prefill_time", "read_time", "read_bytes", "plan", "first_byte_time", "output_tokens", "prefill_engine", "decode_engine", "plan_reason", "saved_time", "trace_id", "total_time", "age")
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
@@ -128,6 +128,10 @@ class TurnReport(_message.Message):
     PREFILL_ENGINE_FIELD_NUMBER: _ClassVar[int]
     DECODE_ENGINE_FIELD_NUMBER: _ClassVar[int]
     PLAN_REASON_FIELD_NUMBER: _ClassVar[int]
+    SAVED_TIME_FIELD_NUMBER: _ClassVar[int]
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_TIME_FIELD_NUMBER: _ClassVar[int]
+    AGE_FIELD_NUMBER: _ClassVar[int]
     conversation_id: str
     turn: int
     verdict: Verdict
@@ -143,7 +147,11 @@ class TurnReport(_message.Message):
     prefill_engine: str
     decode_engine: str
     plan_reason: str
-    def __init__(self, conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., prefill_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_bytes: _Optional[int] = ..., plan: _Optional[_Union[PlanKind, str]] = ..., first_byte_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., output_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., plan_reason: _Optional[str] = ...) -> None: ...
+    saved_time: _duration_pb2.Duration
+    trace_id: str
+    total_time: _duration_pb2.Duration
+    age: _duration_pb2.Duration
+    def __init__(self, conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., verdict: _Optional[_Union[Verdict, str]] = ..., prompt_tokens: _Optional[int] = ..., reused_tokens: _Optional[int] = ..., local_tokens: _Optional[int] = ..., prefill_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., read_bytes: _Optional[int] = ..., plan: _Optional[_Union[PlanKind, str]] = ..., first_byte_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., output_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., decode_engine: _Optional[str] = ..., plan_reason: _Optional[str] = ..., saved_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., trace_id: _Optional[str] = ..., total_time: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class BlockGroup(_message.Message):
     __slots__ = ("block_ids",)

@@ -33,7 +33,7 @@ READ_OUTCOME_FAILED: ReadOutcome
 READ_OUTCOME_TOO_LONG: ReadOutcome
 
 class EngineDescription(_message.Message):
-    __slots__ = ("engine_id", "incarnation", "role", "http_address", "nixl", "model", "vllm_version", "connector_version", "kv_blocks", "block_size")
+    __slots__ = ("engine_id", "incarnation", "role", "http_address", "nixl", "model", "vllm_version", "connector_version", "kv_blocks", "block_size", "settings")
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
@@ -44,6 +44,7 @@ class EngineDescription(_message.Message):
     CONNECTOR_VERSION_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    SETTINGS_FIELD_NUMBER: _ClassVar[int]
     engine_id: str
     incarnation: str
     role: _common_pb2.EngineRole
@@ -54,7 +55,40 @@ class EngineDescription(_message.Message):
     connector_version: str
     kv_blocks: int
     block_size: int
-    def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.EngineRole, str]] = ..., http_address: _Optional[str] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., model: _Optional[str] = ..., vllm_version: _Optional[str] = ..., connector_version: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ...) -> None: ...
+    settings: EngineSettings
+    def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.EngineRole, str]] = ..., http_address: _Optional[str] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., model: _Optional[str] = ..., vllm_version: _Optional[str] = ..., connector_version: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., settings: _Optional[_Union[EngineSettings, _Mapping]] = ...) -> None: ...
+
+class EngineSettings(_message.Message):
+    __slots__ = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "prefix_caching", "bidirectional_kv_xfer", "kv_load_failure_policy", "decoder_kv_blocks_ttl", "kv_recompute_threshold", "kv_buffer_device", "nixl_backends", "nixl_version", "traced")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    PIPELINE_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_MODEL_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHING_FIELD_NUMBER: _ClassVar[int]
+    BIDIRECTIONAL_KV_XFER_FIELD_NUMBER: _ClassVar[int]
+    KV_LOAD_FAILURE_POLICY_FIELD_NUMBER: _ClassVar[int]
+    DECODER_KV_BLOCKS_TTL_FIELD_NUMBER: _ClassVar[int]
+    KV_RECOMPUTE_THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    KV_BUFFER_DEVICE_FIELD_NUMBER: _ClassVar[int]
+    NIXL_BACKENDS_FIELD_NUMBER: _ClassVar[int]
+    NIXL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    TRACED_FIELD_NUMBER: _ClassVar[int]
+    dtype: str
+    kv_cache_dtype: str
+    tensor_parallel_size: int
+    pipeline_parallel_size: int
+    max_model_len: int
+    prefix_caching: bool
+    bidirectional_kv_xfer: bool
+    kv_load_failure_policy: str
+    decoder_kv_blocks_ttl: _duration_pb2.Duration
+    kv_recompute_threshold: int
+    kv_buffer_device: str
+    nixl_backends: _containers.RepeatedScalarFieldContainer[str]
+    nixl_version: str
+    traced: bool
+    def __init__(self, dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., prefix_caching: bool = ..., bidirectional_kv_xfer: bool = ..., kv_load_failure_policy: _Optional[str] = ..., decoder_kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_recompute_threshold: _Optional[int] = ..., kv_buffer_device: _Optional[str] = ..., nixl_backends: _Optional[_Iterable[str]] = ..., nixl_version: _Optional[str] = ..., traced: bool = ...) -> None: ...
 
 class EngineSessionRequest(_message.Message):
     __slots__ = ("session_number", "sequence", "register", "heartbeat", "grant", "freed")
@@ -309,6 +343,52 @@ class ListTurnsResponse(_message.Message):
     turns: _containers.RepeatedCompositeFieldContainer[_common_pb2.TurnReport]
     leases: _containers.RepeatedCompositeFieldContainer[Lease]
     def __init__(self, turns: _Optional[_Iterable[_Union[_common_pb2.TurnReport, _Mapping]]] = ..., leases: _Optional[_Iterable[_Union[Lease, _Mapping]]] = ...) -> None: ...
+
+class Conversation(_message.Message):
+    __slots__ = ("key", "turns", "turns_in_flight", "quiet_for", "engine_id", "token_count", "block_count", "lease_count", "idle_in", "latest_turn")
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TURNS_FIELD_NUMBER: _ClassVar[int]
+    TURNS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUIET_FOR_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_COUNT_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
+    IDLE_IN_FIELD_NUMBER: _ClassVar[int]
+    LATEST_TURN_FIELD_NUMBER: _ClassVar[int]
+    key: _common_pb2.ConversationKey
+    turns: int
+    turns_in_flight: int
+    quiet_for: _duration_pb2.Duration
+    engine_id: str
+    token_count: int
+    block_count: int
+    lease_count: int
+    idle_in: _duration_pb2.Duration
+    latest_turn: _common_pb2.TurnReport
+    def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., turns: _Optional[int] = ..., turns_in_flight: _Optional[int] = ..., quiet_for: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., engine_id: _Optional[str] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., idle_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., latest_turn: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ...) -> None: ...
+
+class ListConversationsRequest(_message.Message):
+    __slots__ = ("tenant", "model", "engine_id", "retained_only", "page_size")
+    TENANT_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
+    RETAINED_ONLY_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    tenant: str
+    model: str
+    engine_id: str
+    retained_only: bool
+    page_size: int
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., engine_id: _Optional[str] = ..., retained_only: bool = ..., page_size: _Optional[int] = ...) -> None: ...
+
+class ListConversationsResponse(_message.Message):
+    __slots__ = ("conversations", "total_size")
+    CONVERSATIONS_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_SIZE_FIELD_NUMBER: _ClassVar[int]
+    conversations: _containers.RepeatedCompositeFieldContainer[Conversation]
+    total_size: int
+    def __init__(self, conversations: _Optional[_Iterable[_Union[Conversation, _Mapping]]] = ..., total_size: _Optional[int] = ...) -> None: ...
 
 class DrainEngineRequest(_message.Message):
     __slots__ = ("engine_id", "draining")

@@ -86,6 +86,11 @@ class LeaseServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.FromString,
                 _registered_method=True)
+        self.ListConversations = channel.unary_unary(
+                '/kvturn.v1.LeaseService/ListConversations',
+                request_serializer=kvturn_dot_v1_dot_lease__pb2.ListConversationsRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_lease__pb2.ListConversationsResponse.FromString,
+                _registered_method=True)
         self.GetLease = channel.unary_unary(
                 '/kvturn.v1.LeaseService/GetLease',
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.GetLeaseRequest.SerializeToString,
@@ -212,6 +217,15 @@ class LeaseServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListConversations(self, request, context):
+        """Lists conversations that the lease service knows, those with the latest
+        sign of life first.
+        Errors: INVALID_ARGUMENT (page_size).
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetLease(self, request, context):
         """Returns one lease; also one that is gone whose read is past its time and has
         not ended.
@@ -301,6 +315,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     servicer.ListTurns,
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.SerializeToString,
+            ),
+            'ListConversations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListConversations,
+                    request_deserializer=kvturn_dot_v1_dot_lease__pb2.ListConversationsRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_lease__pb2.ListConversationsResponse.SerializeToString,
             ),
             'GetLease': grpc.unary_unary_rpc_method_handler(
                     servicer.GetLease,
@@ -578,6 +597,33 @@ class LeaseService(object):
             '/kvturn.v1.LeaseService/ListTurns',
             kvturn_dot_v1_dot_lease__pb2.ListTurnsRequest.SerializeToString,
             kvturn_dot_v1_dot_lease__pb2.ListTurnsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListConversations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvturn.v1.LeaseService/ListConversations',
+            kvturn_dot_v1_dot_lease__pb2.ListConversationsRequest.SerializeToString,
+            kvturn_dot_v1_dot_lease__pb2.ListConversationsResponse.FromString,
             options,
             channel_credentials,
             insecure,

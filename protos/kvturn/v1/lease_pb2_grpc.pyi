@@ -124,6 +124,15 @@ class LeaseServiceStub:
     Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
     """
 
+    ListConversations: grpc.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.ListConversationsRequest,
+        kvturn.v1.lease_pb2.ListConversationsResponse,
+    ]
+    """Lists conversations that the lease service knows, those with the latest
+    sign of life first.
+    Errors: INVALID_ARGUMENT (page_size).
+    """
+
     GetLease: grpc.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.GetLeaseRequest,
         kvturn.v1.lease_pb2.GetLeaseResponse,
@@ -263,6 +272,15 @@ class LeaseServiceAsyncStub:
     """Lists the latest turns of a conversation that routers reported, over all
     routers, oldest first.
     Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+    """
+
+    ListConversations: grpc.aio.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.ListConversationsRequest,
+        kvturn.v1.lease_pb2.ListConversationsResponse,
+    ]
+    """Lists conversations that the lease service knows, those with the latest
+    sign of life first.
+    Errors: INVALID_ARGUMENT (page_size).
     """
 
     GetLease: grpc.aio.UnaryUnaryMultiCallable[
@@ -422,6 +440,17 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
         """Lists the latest turns of a conversation that routers reported, over all
         routers, oldest first.
         Errors: INVALID_ARGUMENT, NOT_FOUND (CONVERSATION_NOT_FOUND).
+        """
+
+    @abc.abstractmethod
+    def ListConversations(
+        self,
+        request: kvturn.v1.lease_pb2.ListConversationsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvturn.v1.lease_pb2.ListConversationsResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.ListConversationsResponse]]:
+        """Lists conversations that the lease service knows, those with the latest
+        sign of life first.
+        Errors: INVALID_ARGUMENT (page_size).
         """
 
     @abc.abstractmethod
