@@ -34,6 +34,7 @@ DOCUMENTS = (
     TURNS,
     SECURITY,
     ROOT / "docs" / "clients.md",
+    *sorted((ROOT / "docs" / "api").glob("*.md")),
 )
 PACKAGES = (
     "connector/kvturn_connector",
