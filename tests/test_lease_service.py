@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from dataclasses import replace
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -30,7 +31,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_lease.__main__ import boottime_ns, main
 from kvturn_lease.config import ConfigError, LeaseConfig, LessorConfig, parse_config
-from kvturn_lease.errors import StreamSlow
+from kvturn_lease.errors import NotLeader, StreamSlow
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.server import LeaseServer, ListenError
 from kvturn_lease.servicer import LeaseServicer
@@ -62,8 +63,8 @@ class Service:
         telemetry = telemetry or make_telemetry("")
         self.lessor = Lessor(config.lessor, TERM)
         self.store = MemoryStore()
-        servicer = LeaseServicer(config, self.lessor, self.store, clock_ns, telemetry.tracer)
-        self.server = LeaseServer(config, servicer, telemetry)
+        self.servicer = LeaseServicer(config, self.lessor, self.store, clock_ns, telemetry.tracer)
+        self.server = LeaseServer(config, self.servicer, telemetry)
         self.port = 0
 
     @contextlib.asynccontextmanager
@@ -313,6 +314,34 @@ async def test_conversations_are_kept_and_ended(service: Service) -> None:
     assert (await decode.release()).reason == common_pb2.RELEASE_REASON_ENDED
     ended = await service.stub.EndConversation(lease_pb2.EndConversationRequest(conversation=KEY))
     assert ended.leases_ended == 0
+
+
+async def test_it_tells_who_it_is_and_by_which_times_it_goes(service: Service) -> None:
+    """Its version, its times, and the routers that have a session."""
+    call = service.stub.RouterSession()
+    hello = lease_pb2.RouterHello(router_id="r1", version="1.2.3")
+    await call.write(lease_pb2.RouterSessionRequest(hello=hello))
+    await call.read()
+    told = await service.stub.DescribeService(lease_pb2.DescribeServiceRequest())
+    assert told.version == version("kvturn-lease")
+    assert (told.leads, told.leader, told.refusal) == (True, "", "")
+    assert told.times.session_ttl.ToNanoseconds() == CONFIG.lessor.session_ttl_ns
+    assert told.times.idle.ToNanoseconds() == CONFIG.lessor.idle_ns
+    assert not told.times.HasField("fixed_ttl")
+    assert not told.times.HasField("leadership")
+    assert (told.policy, list(told.etcd_endpoints), told.guarded) == ("idle", [], False)
+    assert [(one.router_id, one.version) for one in told.routers] == [("r1", "1.2.3")]
+    assert abs(told.wall_time.ToSeconds() - time.time()) < 60
+    call.cancel()
+
+
+async def test_one_that_stands_by_says_who_leads() -> None:
+    """It refuses everything else, and routers have their sessions elsewhere."""
+    async with Service(CONFIG).running() as service:
+        service.servicer.stand_by(NotLeader("10.0.0.3:7600"))
+        told = await service.stub.DescribeService(lease_pb2.DescribeServiceRequest())
+    assert (told.leads, told.refusal, told.leader) == (False, "NOT_LEADER", "10.0.0.3:7600")
+    assert not told.routers
 
 
 async def test_operators_see_engines_and_leases(service: Service) -> None:

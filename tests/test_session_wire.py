@@ -87,10 +87,12 @@ def test_a_turn_begins_with_the_message_that_the_library_makes(
     )
     bare = lease_pb2.EndTurn(turn_id=3)
     request = session_request(
-        [begin, begin], [end_turn(3, retains=False, report=None)], router_hello("r1", [begin])
+        [begin, begin],
+        [end_turn(3, retains=False, report=None)],
+        router_hello("r1", [begin], "1.2.3"),
     )
     assert lease_pb2.RouterSessionRequest.FromString(request) == lease_pb2.RouterSessionRequest(
-        hello=lease_pb2.RouterHello(router_id="r1", turns_in_flight=[message]),
+        hello=lease_pb2.RouterHello(router_id="r1", turns_in_flight=[message], version="1.2.3"),
         begin_turns=[message, message],
         end_turns=[bare],
     )

@@ -26,6 +26,7 @@ from kvturn_connector.metrics import KvturnPromMetrics, KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
+from kvturn_connector.settings import engine_settings
 from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata, nixl_progress_delay
 
 if TYPE_CHECKING:
@@ -120,7 +121,9 @@ class KvturnConnector(NixlPullConnector):
     ) -> PrefillScheduler | DecodeScheduler:
         transfer = self.kv_transfer_config
         engine_name = _engine_name(vllm_config, config, self.engine_id)
+        plain = _plain_attention(kv_cache_config)
         description = _describe(vllm_config, config, engine_name, self.engine_id)
+        description.settings.CopyFrom(engine_settings(vllm_config, config, plain_attention=plain))
         retentions = Retentions(description.incarnation, config.retentions_max, config.max_hold_ns)
         scheduler: PrefillScheduler | DecodeScheduler | None = None
 
@@ -135,7 +138,6 @@ class KvturnConnector(NixlPullConnector):
             EngineSession(description, retentions, memory),
             wake_engine=engine_waker(),
         )
-        plain = _plain_attention(kv_cache_config)
         side = SCHEDULERS[str(transfer.kv_role)]
         scheduler = side(vllm_config, self.engine_id, kv_cache_config, config, client, plain)
         return scheduler

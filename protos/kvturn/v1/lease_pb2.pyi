@@ -1,4 +1,5 @@
 from google.protobuf import duration_pb2 as _duration_pb2
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from kvturn.v1 import common_pb2 as _common_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
@@ -59,7 +60,7 @@ class EngineDescription(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.EngineRole, str]] = ..., http_address: _Optional[str] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., model: _Optional[str] = ..., vllm_version: _Optional[str] = ..., connector_version: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., settings: _Optional[_Union[EngineSettings, _Mapping]] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
-    __slots__ = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "prefix_caching", "bidirectional_kv_xfer", "kv_load_failure_policy", "decoder_kv_blocks_ttl", "kv_recompute_threshold", "kv_buffer_device", "nixl_backends", "nixl_version", "traced")
+    __slots__ = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "prefix_caching", "bidirectional_kv_xfer", "kv_load_failure_policy", "decoder_kv_blocks_ttl", "kv_recompute_threshold", "kv_buffer_device", "nixl_backends", "nixl_version", "traced", "machine", "network", "rdma_devices", "plain_attention", "secret_check")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -74,6 +75,11 @@ class EngineSettings(_message.Message):
     NIXL_BACKENDS_FIELD_NUMBER: _ClassVar[int]
     NIXL_VERSION_FIELD_NUMBER: _ClassVar[int]
     TRACED_FIELD_NUMBER: _ClassVar[int]
+    MACHINE_FIELD_NUMBER: _ClassVar[int]
+    NETWORK_FIELD_NUMBER: _ClassVar[int]
+    RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    SECRET_CHECK_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     kv_cache_dtype: str
     tensor_parallel_size: int
@@ -88,7 +94,12 @@ class EngineSettings(_message.Message):
     nixl_backends: _containers.RepeatedScalarFieldContainer[str]
     nixl_version: str
     traced: bool
-    def __init__(self, dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., prefix_caching: bool = ..., bidirectional_kv_xfer: bool = ..., kv_load_failure_policy: _Optional[str] = ..., decoder_kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_recompute_threshold: _Optional[int] = ..., kv_buffer_device: _Optional[str] = ..., nixl_backends: _Optional[_Iterable[str]] = ..., nixl_version: _Optional[str] = ..., traced: bool = ...) -> None: ...
+    machine: str
+    network: str
+    rdma_devices: _containers.RepeatedScalarFieldContainer[str]
+    plain_attention: bool
+    secret_check: int
+    def __init__(self, dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., prefix_caching: bool = ..., bidirectional_kv_xfer: bool = ..., kv_load_failure_policy: _Optional[str] = ..., decoder_kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_recompute_threshold: _Optional[int] = ..., kv_buffer_device: _Optional[str] = ..., nixl_backends: _Optional[_Iterable[str]] = ..., nixl_version: _Optional[str] = ..., traced: bool = ..., machine: _Optional[str] = ..., network: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., plain_attention: bool = ..., secret_check: _Optional[int] = ...) -> None: ...
 
 class EngineSessionRequest(_message.Message):
     __slots__ = ("session_number", "sequence", "register", "heartbeat", "grant", "freed")
@@ -237,12 +248,14 @@ class RouterSessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[RouterHello, _Mapping]] = ..., begin_turns: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ..., end_turns: _Optional[_Iterable[_Union[EndTurn, _Mapping]]] = ...) -> None: ...
 
 class RouterHello(_message.Message):
-    __slots__ = ("router_id", "turns_in_flight")
+    __slots__ = ("router_id", "turns_in_flight", "version")
     ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
     TURNS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
     router_id: str
     turns_in_flight: _containers.RepeatedCompositeFieldContainer[BeginTurn]
-    def __init__(self, router_id: _Optional[str] = ..., turns_in_flight: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ...) -> None: ...
+    version: str
+    def __init__(self, router_id: _Optional[str] = ..., turns_in_flight: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class BeginTurn(_message.Message):
     __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse", "turn")
@@ -609,3 +622,61 @@ class ListEnginesResponse(_message.Message):
     ENGINES_FIELD_NUMBER: _ClassVar[int]
     engines: _containers.RepeatedCompositeFieldContainer[Engine]
     def __init__(self, engines: _Optional[_Iterable[_Union[Engine, _Mapping]]] = ...) -> None: ...
+
+class DescribeServiceRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeServiceResponse(_message.Message):
+    __slots__ = ("version", "leads", "leader", "times", "policy", "etcd_endpoints", "guarded", "routers", "wall_time", "refusal")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    LEADS_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    TIMES_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    ETCD_ENDPOINTS_FIELD_NUMBER: _ClassVar[int]
+    GUARDED_FIELD_NUMBER: _ClassVar[int]
+    ROUTERS_FIELD_NUMBER: _ClassVar[int]
+    WALL_TIME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    leads: bool
+    leader: str
+    times: LeaseTimes
+    policy: str
+    etcd_endpoints: _containers.RepeatedScalarFieldContainer[str]
+    guarded: bool
+    routers: _containers.RepeatedCompositeFieldContainer[Router]
+    wall_time: _timestamp_pb2.Timestamp
+    refusal: str
+    def __init__(self, version: _Optional[str] = ..., leads: bool = ..., leader: _Optional[str] = ..., times: _Optional[_Union[LeaseTimes, _Mapping]] = ..., policy: _Optional[str] = ..., etcd_endpoints: _Optional[_Iterable[str]] = ..., guarded: bool = ..., routers: _Optional[_Iterable[_Union[Router, _Mapping]]] = ..., wall_time: _Optional[_Union[_timestamp_pb2.Timestamp, _Mapping]] = ..., refusal: _Optional[str] = ...) -> None: ...
+
+class LeaseTimes(_message.Message):
+    __slots__ = ("session_ttl", "heartbeat_interval", "longest_read", "question_deadline", "idle", "max_hold", "fixed_ttl", "leadership")
+    SESSION_TTL_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_INTERVAL_FIELD_NUMBER: _ClassVar[int]
+    LONGEST_READ_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    MAX_HOLD_FIELD_NUMBER: _ClassVar[int]
+    FIXED_TTL_FIELD_NUMBER: _ClassVar[int]
+    LEADERSHIP_FIELD_NUMBER: _ClassVar[int]
+    session_ttl: _duration_pb2.Duration
+    heartbeat_interval: _duration_pb2.Duration
+    longest_read: _duration_pb2.Duration
+    question_deadline: _duration_pb2.Duration
+    idle: _duration_pb2.Duration
+    max_hold: _duration_pb2.Duration
+    fixed_ttl: _duration_pb2.Duration
+    leadership: _duration_pb2.Duration
+    def __init__(self, session_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., heartbeat_interval: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., question_deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., idle: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., max_hold: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., fixed_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., leadership: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
+
+class Router(_message.Message):
+    __slots__ = ("router_id", "version", "turns_in_flight")
+    ROUTER_ID_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    TURNS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    router_id: str
+    version: str
+    turns_in_flight: int
+    def __init__(self, router_id: _Optional[str] = ..., version: _Optional[str] = ..., turns_in_flight: _Optional[int] = ...) -> None: ...

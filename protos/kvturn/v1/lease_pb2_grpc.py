@@ -29,8 +29,8 @@ class LeaseServiceStub(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -106,6 +106,11 @@ class LeaseServiceStub(object):
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.RevokeLeaseRequest.SerializeToString,
                 response_deserializer=kvturn_dot_v1_dot_lease__pb2.RevokeLeaseResponse.FromString,
                 _registered_method=True)
+        self.DescribeService = channel.unary_unary(
+                '/kvturn.v1.LeaseService/DescribeService',
+                request_serializer=kvturn_dot_v1_dot_lease__pb2.DescribeServiceRequest.SerializeToString,
+                response_deserializer=kvturn_dot_v1_dot_lease__pb2.DescribeServiceResponse.FromString,
+                _registered_method=True)
         self.ListEngines = channel.unary_unary(
                 '/kvturn.v1.LeaseService/ListEngines',
                 request_serializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesRequest.SerializeToString,
@@ -122,8 +127,8 @@ class LeaseServiceServicer(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -251,6 +256,15 @@ class LeaseServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DescribeService(self, request, context):
+        """Tells of the process that is asked: whether it leads, its times, who is
+        connected to it. Processes that stand by answer, too.
+        Errors: none of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ListEngines(self, request, context):
         """Lists engines with a live session, in order of engine id.
         Errors: none of its own.
@@ -336,6 +350,11 @@ def add_LeaseServiceServicer_to_server(servicer, server):
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.RevokeLeaseRequest.FromString,
                     response_serializer=kvturn_dot_v1_dot_lease__pb2.RevokeLeaseResponse.SerializeToString,
             ),
+            'DescribeService': grpc.unary_unary_rpc_method_handler(
+                    servicer.DescribeService,
+                    request_deserializer=kvturn_dot_v1_dot_lease__pb2.DescribeServiceRequest.FromString,
+                    response_serializer=kvturn_dot_v1_dot_lease__pb2.DescribeServiceResponse.SerializeToString,
+            ),
             'ListEngines': grpc.unary_unary_rpc_method_handler(
                     servicer.ListEngines,
                     request_deserializer=kvturn_dot_v1_dot_lease__pb2.ListEnginesRequest.FromString,
@@ -358,8 +377,8 @@ class LeaseService(object):
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -705,6 +724,33 @@ class LeaseService(object):
             '/kvturn.v1.LeaseService/RevokeLease',
             kvturn_dot_v1_dot_lease__pb2.RevokeLeaseRequest.SerializeToString,
             kvturn_dot_v1_dot_lease__pb2.RevokeLeaseResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DescribeService(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvturn.v1.LeaseService/DescribeService',
+            kvturn_dot_v1_dot_lease__pb2.DescribeServiceRequest.SerializeToString,
+            kvturn_dot_v1_dot_lease__pb2.DescribeServiceResponse.FromString,
             options,
             channel_credentials,
             insecure,

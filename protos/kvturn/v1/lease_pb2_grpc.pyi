@@ -28,8 +28,8 @@ class LeaseServiceStub:
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -158,6 +158,15 @@ class LeaseServiceStub:
     Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
     """
 
+    DescribeService: grpc.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.DescribeServiceRequest,
+        kvturn.v1.lease_pb2.DescribeServiceResponse,
+    ]
+    """Tells of the process that is asked: whether it leads, its times, who is
+    connected to it. Processes that stand by answer, too.
+    Errors: none of its own.
+    """
+
     ListEngines: grpc.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.ListEnginesRequest,
         kvturn.v1.lease_pb2.ListEnginesResponse,
@@ -179,8 +188,8 @@ class LeaseServiceAsyncStub:
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -308,6 +317,15 @@ class LeaseServiceAsyncStub:
     Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
     """
 
+    DescribeService: grpc.aio.UnaryUnaryMultiCallable[
+        kvturn.v1.lease_pb2.DescribeServiceRequest,
+        kvturn.v1.lease_pb2.DescribeServiceResponse,
+    ]
+    """Tells of the process that is asked: whether it leads, its times, who is
+    connected to it. Processes that stand by answer, too.
+    Errors: none of its own.
+    """
+
     ListEngines: grpc.aio.UnaryUnaryMultiCallable[
         kvturn.v1.lease_pb2.ListEnginesRequest,
         kvturn.v1.lease_pb2.ListEnginesResponse,
@@ -329,8 +347,8 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     """Grants, renews and ends leases on KV that decode engines retain.
 
     Errors carry google.rpc.ErrorInfo with domain "kvturn.v1". Per-item failures
-    on a stream are fields of the reply, never stream errors. Every method also
-    fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
+    on a stream are fields of the reply, never stream errors. Every method but
+    DescribeService also fails with UNAVAILABLE where another process leads (NOT_LEADER, metadata
     "leader" = HOST:PORT if known), where no leader can be known because the
     store does not answer (STORE_UNAVAILABLE), and while it stops (SHUTTING_DOWN).
     """
@@ -482,6 +500,17 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvturn.v1.lease_pb2.RevokeLeaseResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.RevokeLeaseResponse]]:
         """Ends a lease; its blocks are freed as soon as nobody reads them.
         Errors: INVALID_ARGUMENT, NOT_FOUND (LEASE_NOT_FOUND).
+        """
+
+    @abc.abstractmethod
+    def DescribeService(
+        self,
+        request: kvturn.v1.lease_pb2.DescribeServiceRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[kvturn.v1.lease_pb2.DescribeServiceResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.DescribeServiceResponse]]:
+        """Tells of the process that is asked: whether it leads, its times, who is
+        connected to it. Processes that stand by answer, too.
+        Errors: none of its own.
         """
 
     @abc.abstractmethod

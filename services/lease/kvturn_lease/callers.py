@@ -70,6 +70,7 @@ ALLOWED: Final[Mapping[str, frozenset[Role]]] = {
     "ListTurns": _ROUTERS,
     "GetLease": _ROUTERS,
     "ListLeases": _ROUTERS,
+    "DescribeService": _ROUTERS,
     "ListEngines": _ROUTERS,
     "DrainEngine": _ROUTERS,
     "RevokeLease": frozenset({Role.OPERATOR}),

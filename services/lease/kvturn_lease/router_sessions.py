@@ -37,6 +37,15 @@ class RouterSessions:
         self._routers = routers
         self._reports = reports
         self._streams: dict[RouterSession, RouterStream] = {}
+        self._named: dict[RouterSession, tuple[str, str]] = {}
+        """Id and version of each session's router, as it says."""
+
+    def routers(self) -> list[lease_pb2.Router]:
+        """Returns the routers that have a session."""
+        return [
+            lease_pb2.Router(router_id=name, version=version, turns_in_flight=len(session.turns))
+            for session, (name, version) in self._named.items()
+        ]
 
     def open(
         self, request: lease_pb2.RouterSessionRequest, now_ns: int
@@ -50,6 +59,7 @@ class RouterSessions:
         session = self._routers.open(in_flight, now_ns)
         stream = RouterStream(welcome, self._config.queued_messages_max)
         self._streams[session] = stream
+        self._named[session] = (request.hello.router_id, request.hello.version)
         try:
             self._take(session, stream, request, now_ns)
         except LeaseServiceError:
@@ -67,7 +77,7 @@ class RouterSessions:
 
     def close(self, session: RouterSession, now_ns: int) -> None:
         """Ends a session; its turns in flight are over."""
-        del self._streams[session]
+        del self._streams[session], self._named[session]
         with contextlib.suppress(NotLeader):  # then all are over
             self._routers.close(session, now_ns)
 

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import itertools
 import logging
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from grpc.aio import EOF  # type: ignore[attr-defined]
@@ -53,6 +54,8 @@ _SECOND_NS = 1_000_000_000
 _RETENTIONS_PER_STEP = 256
 _CONVERSATIONS_PER_STEP = 256
 _TRACEPARENT_CHARACTERS_MAX = 64
+
+_VERSION = version("kvturn-lease")
 
 logger = logging.getLogger("kvturn.lease")
 
@@ -489,6 +492,14 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
             self._lessor.revoke(lease_id, now_ns)
         logger.info("lease %s revoked", lease_id)
         return lease_pb2.RevokeLeaseResponse()
+
+    async def DescribeService(
+        self, request: lease_pb2.DescribeServiceRequest, context: Any
+    ) -> lease_pb2.DescribeServiceResponse:
+        """Tells of this process, whether it leads or not."""
+        refusal = None if self.leads else self._refusal
+        routers = self._routers.routers() if self.leads and self._routers is not None else ()
+        return wire.service(self._config, _VERSION, refusal, routers)
 
     @_aborts
     async def ListEngines(

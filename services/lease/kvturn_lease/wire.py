@@ -14,7 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from kvturn.recognition import POINTS_MAX
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, stretched_ns
+from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, Policy, stretched_ns
 from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
 from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
 from kvturn_lease.errors import InvalidArgument
@@ -24,10 +24,11 @@ from kvturn_lease.session import EngineInfo, KvMemory, SessionId
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
-    from kvturn_lease.config import LessorConfig
+    from kvturn_lease.config import LeaseConfig, LessorConfig
     from kvturn_lease.effects import SendToEngine
+    from kvturn_lease.errors import LeaseServiceError
     from kvturn_lease.lease import LeaseView
     from kvturn_lease.lessor import ReadAnswer, Resolution
     from kvturn_lease.routers import Begun, Retained
@@ -41,6 +42,19 @@ LEASE_ID_BYTES_MAX = 128
 _INCARNATION_BYTES_MAX = 64
 _ENGINE_ID_BYTES_MAX = 128
 _ROUTER_ID_BYTES_MAX = 128
+_NAME_BYTES_MAX = 64
+_NAMES_MAX = 64
+_RANKS_MAX = 65_536
+_SECRET_CHECK_MAX = 65_535
+_SETTINGS_TEXTS = (
+    "dtype",
+    "kv_cache_dtype",
+    "kv_load_failure_policy",
+    "kv_buffer_device",
+    "nixl_version",
+    "machine",
+    "network",
+)
 _REPORT_BYTES_MAX = 4_096
 _KEY_PART_BYTES_MAX = 256
 _SHORT = _KEY_PART_BYTES_MAX // 4
@@ -168,6 +182,8 @@ def engine_info(engine: lease_pb2.EngineDescription) -> EngineInfo:
     )
     if engine.HasField("nixl"):
         _check_nixl(engine.nixl, f"{field}.nixl")
+    if engine.HasField("settings"):
+        _check_settings(engine.settings, f"{field}.settings")
     return EngineInfo(address, retains, engine.SerializeToString(), engine.nixl.SerializeToString())
 
 
@@ -178,6 +194,23 @@ def _check_nixl(nixl: common_pb2.NixlAddress, field: str) -> None:
     _check(nixl.tp_size >= 1, f"{field}.tp_size", "must be at least 1")
     _check(nixl.dcp_size >= 1, f"{field}.dcp_size", "must be at least 1")
     _check(nixl.pp_size >= 1, f"{field}.pp_size", "must be at least 1")
+
+
+def _check_settings(settings: lease_pb2.EngineSettings, field: str) -> None:
+    for name in _SETTINGS_TEXTS:
+        _check_shown(getattr(settings, name), f"{field}.{name}", 0, _NAME_BYTES_MAX)
+    for name in ("nixl_backends", "rdma_devices"):
+        items = getattr(settings, name)
+        _check(len(items) <= _NAMES_MAX, f"{field}.{name}", f"must be at most {_NAMES_MAX}")
+        for index, item in enumerate(items):
+            _check_shown(item, f"{field}.{name}[{index}]", 1, _NAME_BYTES_MAX)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size"):
+        most = _RANKS_MAX
+        _check(getattr(settings, name) <= most, f"{field}.{name}", f"must be at most {most}")
+    most = _SECRET_CHECK_MAX
+    _check(settings.secret_check <= most, f"{field}.secret_check", f"must be at most {most}")
+    if settings.HasField("decoder_kv_blocks_ttl"):
+        span_ns(settings.decoder_kv_blocks_ttl, f"{field}.decoder_kv_blocks_ttl")
 
 
 def retention(message: common_pb2.Retention, field: str) -> Retention:
@@ -355,6 +388,7 @@ def hello(request: lease_pb2.RouterSessionRequest) -> list[Beginning]:
     """
     _check(request.HasField("hello"), "hello", "must be set in the first message")
     _check_shown(request.hello.router_id, "hello.router_id", 1, _ROUTER_ID_BYTES_MAX)
+    _check_shown(request.hello.version, "hello.version", 0, _NAME_BYTES_MAX)
     turns = []
     for message in request.hello.turns_in_flight:
         with contextlib.suppress(InvalidArgument):
@@ -541,3 +575,43 @@ def engine(view: EngineView) -> lease_pb2.Engine:
         message.memory.free_blocks = view.memory.free_blocks
         message.memory.retained_blocks = view.memory.retained_blocks
     return message
+
+
+def service(
+    config: LeaseConfig,
+    version: str,
+    refusal: LeaseServiceError | None,
+    routers: Iterable[lease_pb2.Router],
+) -> lease_pb2.DescribeServiceResponse:
+    """Writes what a lease service says of itself; `refusal` is None if it leads."""
+    response = lease_pb2.DescribeServiceResponse(
+        version=version,
+        leads=refusal is None,
+        times=_times(config),
+        policy=config.lessor.policy,
+        etcd_endpoints=() if config.etcd is None else config.etcd.endpoints,
+        guarded=not config.trusts_all,
+        routers=routers,
+    )
+    if refusal is not None:
+        response.refusal = refusal.reason
+        response.leader = refusal.metadata.get("leader", "")
+    response.wall_time.GetCurrentTime()
+    return response
+
+
+def _times(config: LeaseConfig) -> lease_pb2.LeaseTimes:
+    core = config.lessor
+    times = lease_pb2.LeaseTimes(
+        session_ttl=duration(core.session_ttl_ns),
+        heartbeat_interval=duration(core.heartbeat_ns),
+        longest_read=duration(core.longest_read_ns),
+        question_deadline=duration(core.question_deadline_ns),
+        idle=duration(core.idle_ns),
+        max_hold=duration(core.max_hold_ns),
+    )
+    if core.policy == Policy.FIXED_TTL:
+        times.fixed_ttl.CopyFrom(duration(core.fixed_ttl_ns))
+    if config.etcd is not None:
+        times.leadership.CopyFrom(duration(config.leadership_ns))
+    return times

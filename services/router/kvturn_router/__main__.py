@@ -11,6 +11,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 import uvloop
@@ -270,6 +271,7 @@ def _lease(config: RouterConfig, fleet: Fleet) -> LeaseReuse:
         question_deadline_ms=config.question_deadline_ms,
         listener=fleet,
         clock_ns=boottime_ns,
+        version=version("kvturn-router"),
     )
     return LeaseReuse(session, LeaseClient(channels))
 

@@ -81,7 +81,7 @@ class EngineListener(Protocol):
 class RouterSession:
     """Tells the lease service of this router's turns, and asks it about them.
 
-    `router_id` names the process in logs of the lease service.
+    `router_id` names the process in logs of the lease service, `version` says what it runs.
     `question_deadline_ms` bounds what a turn waits for its answer. `clock_ns`
     is CLOCK_BOOTTIME. `channels` must be running.
     """
@@ -94,11 +94,14 @@ class RouterSession:
         question_deadline_ms: int,
         listener: EngineListener,
         clock_ns: Callable[[], int],
+        version: str = "",
     ) -> None:
         self.channels = channels
         self._listener = listener
         self._clock_ns = clock_ns
-        self.turns = SessionTurns(router_id=router_id, question_deadline_ms=question_deadline_ms)
+        self.turns = SessionTurns(
+            router_id=router_id, question_deadline_ms=question_deadline_ms, version=version
+        )
         self._loop = asyncio.get_running_loop()
         self._gathered = asyncio.Event()
         self._silent = asyncio.Event()

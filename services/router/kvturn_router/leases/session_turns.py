@@ -106,13 +106,14 @@ class SessionTurns:
     `question_deadline_ms` bounds what a turn waits for its answer.
     """
 
-    def __init__(self, *, router_id: str, question_deadline_ms: int) -> None:
+    def __init__(self, *, router_id: str, question_deadline_ms: int, version: str = "") -> None:
         self.answering = True
         """Whether turns wait for an answer."""
         self.longest_read_ms = _LONGEST_READ_MS
         self.refused = ""
         """Reason of the last refusal of a turn, empty if there was none."""
         self._router_id = router_id
+        self._version = version
         self._deadline_ns = question_deadline_ms * 1_000_000
         self._grant_wait_ms = round(question_deadline_ms * _GRANT_WAIT_SHARE)
         self._verdict = Verdict.LEASE_SERVICE_UNREACHABLE
@@ -211,7 +212,7 @@ class SessionTurns:
         in_flight: list[bytes] = []
         for turn in self._turns.values():
             (asked if turn.resolution is None else in_flight).append(self._told(turn))
-        return session_request(asked, (), router_hello(self._router_id, in_flight))
+        return session_request(asked, (), router_hello(self._router_id, in_flight, self._version))
 
     def _told(self, turn: SessionTurn) -> bytes:
         turn.session = self._session

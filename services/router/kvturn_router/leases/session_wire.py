@@ -29,10 +29,11 @@ def session_request(begins: Iterable[bytes], ends: Iterable[bytes], hello: bytes
     return b"".join(parts)
 
 
-def router_hello(router_id: str, turns_in_flight: Iterable[bytes]) -> bytes:
+def router_hello(router_id: str, turns_in_flight: Iterable[bytes], version: str = "") -> bytes:
     """Returns a RouterHello; the turns are BeginTurns."""
     turns = b"".join([field(b"\x12", begin) for begin in turns_in_flight])
-    return field(b"\x0a", router_id.encode()) + turns
+    said = field(b"\x1a", version.encode()) if version else b""
+    return field(b"\x0a", router_id.encode()) + turns + said
 
 
 def begin_turn(
