@@ -61,8 +61,9 @@ type: setup-fast ## Check types (mypy --strict)
 check-protos: setup-fast ## Check that the generated code is what the protos give
 	@scripts/check_protos.sh
 
-proto: setup-fast ## Generate code and docs/api/grpc-*.md from protos/kvturn/**/*.proto
+proto: setup-fast ## Generate code from protos/kvturn/**/*.proto, and docs/api/*.md
 	@scripts/gen_protos.sh .envs/protoc/bin/python
+	@$(BIN)/python scripts/gen_http_docs.py docs/api/http.md
 
 lock: setup-fast ## Pin every requirement anew (requirements/*.txt)
 	@scripts/lock.sh
