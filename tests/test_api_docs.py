@@ -152,10 +152,7 @@ async def test_operators_are_answered_as_documented(tmp_path: Path) -> None:
         await asker.ask("DELETE", engines, f"{engines}?url=http://127.0.0.1:1", key=OPERATOR)
         await asker.ask("GET", "/health")
         await asker.ask("GET", "/ready")
+        await asker.ask("POST", drain, f"{drain}?url={rig.decode.url}&draining=true", key=OPERATOR)
+        await asker.ask("GET", "/ready", status=503)
     async with router() as rig:
         await Asker(rig).ask("POST", engines, body=new, status=403)
-    async with router(ready=False) as rig:
-        for engine in rig.decodes:
-            await engine.stop()
-        await rig.until(lambda: not any(one.usable for one in rig.server.fleet.decodes))
-        await Asker(rig).ask("GET", "/ready", status=503)
