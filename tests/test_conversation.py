@@ -127,7 +127,20 @@ def test_a_report_is_remembered_as_it_was():
     book = ConversationBook(10)
     reports = [
         TurnReport(
-            turn, verdict, 1 << 20, 7, 9, 12.345, 0.001, 1 << 40, plan, 600_000.0, 3, "http://p", d
+            turn,
+            verdict,
+            1 << 20,
+            7,
+            9,
+            12.345,
+            0.001,
+            1 << 40,
+            plan,
+            600_000.0,
+            3,
+            "http://p",
+            d,
+            total_ms=700_000.5,
         )
         for turn, (verdict, plan, d) in enumerate(
             [(verdict, "local", "http://d") for verdict in Verdict] + [(Verdict.LOCAL, "", "")]

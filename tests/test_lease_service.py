@@ -601,6 +601,10 @@ BAD_QUESTIONS: list[tuple[str, Any, str]] = [
     ("RevokeLease", lease_pb2.RevokeLeaseRequest(), "lease_id"),
     ("ListLeases", lease_pb2.ListLeasesRequest(page_size=1001), "page_size"),
     ("ListLeases", lease_pb2.ListLeasesRequest(page_token="?"), "page_token"),
+    ("ListConversations", lease_pb2.ListConversationsRequest(page_size=1001), "page_size"),
+    ("ListConversations", lease_pb2.ListConversationsRequest(engine_id=LONG), "engine_id"),
+    ("ListConversations", lease_pb2.ListConversationsRequest(tenant=LONG), "tenant"),
+    ("ListConversations", lease_pb2.ListConversationsRequest(model=LONG), "model"),
     ("ListLeases", lease_pb2.ListLeasesRequest(engine_id=LONG), "engine_id"),
     (
         "ListLeases",

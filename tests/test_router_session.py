@@ -15,7 +15,8 @@ from kvturn.lease_channels import error_info
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_lease.__main__ import boottime_ns
 from kvturn_lease.config import LeaseConfig, LessorConfig
-from kvturn_lease.conversation import ConversationKey
+from kvturn_lease.conversation import Conversation, ConversationKey
+from kvturn_lease.conversation_search import ConversationSearch, Wanted
 from kvturn_lease.errors import NotLeader, StreamSlow
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.router_stream import RouterStream
@@ -695,8 +696,8 @@ def test_reports_are_bounded_over_all_conversations() -> None:
     reports = TurnReports(bytes_max=10_000)
     keys = [ConversationKey("t", "m", str(number)) for number in range(100)]
     for each in keys:
-        reports.add(keys[0], b"new")
-        reports.add(each, bytes(100))
+        reports.add(keys[0], b"new", 0)
+        reports.add(each, bytes(100), 0)
     assert 10 < len(reports) < 20
     assert len(reports.latest([keys[0]])) == REPORTS_MAX
     assert reports.latest(keys[1:80]) == []
@@ -904,3 +905,147 @@ async def test_a_service_that_stops_ends_the_sessions(service: Service) -> None:
     stopping = asyncio.create_task(service.server.stop())
     assert await router.error() == (grpc.StatusCode.UNAVAILABLE, "SHUTTING_DOWN")
     await stopping
+
+
+# ---- conversations ---------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that a test moves."""
+
+    def __init__(self) -> None:
+        self.now_ns = 10**18
+
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1_000 * MS)
+
+
+async def listed(service: Service, **wanted: Any) -> lease_pb2.ListConversationsResponse:
+    answer = await service.stub.ListConversations(lease_pb2.ListConversationsRequest(**wanted))
+    assert isinstance(answer, lease_pb2.ListConversationsResponse)
+    return answer
+
+
+def names_of(answer: lease_pb2.ListConversationsResponse) -> list[str]:
+    return [each.key.conversation_id for each in answer.conversations]
+
+
+async def test_conversations_are_listed_with_what_is_known_of_them() -> None:
+    """The one with the latest sign of life first: its turns, what is held, its latest report."""
+    clock = Clock()
+    async with Service(clock_ns=clock).running() as service:
+        engine = await Engine(service).up()
+        router = await Router(service).up()
+        await router.begin(1, "early", asked=points("a"))
+        await engine.grant("early", 1, *points("a"))
+        await router.end(
+            1, retains=True, verdict=REUSED, age={"seconds": 99}, total_time={"seconds": 2}
+        )
+        await router.settled()
+        clock.wait(3)
+        await router.begin(2, "late")
+        clock.wait(0.5)
+        answer = await listed(service)
+        late, early = (each for each in answer.conversations if each.key.conversation_id != "other")
+        assert answer.total_size == 3
+        assert late.key == key("late")
+        assert (late.turns, late.turns_in_flight, late.lease_count) == (1, 1, 0)
+        assert late.quiet_for.ToMilliseconds() == 500
+        assert not late.HasField("latest_turn")
+        assert not late.HasField("idle_in")
+        assert (early.turns, early.turns_in_flight, early.engine_id) == (1, 0, "d1")
+        assert (early.token_count, early.block_count, early.lease_count) == (64, 4, 1)
+        assert early.quiet_for.ToMilliseconds() == 3_500
+        assert early.idle_in.ToMilliseconds() == 56_500
+        assert early.latest_turn.conversation_id == "early"
+        assert early.latest_turn.verdict == REUSED
+        assert early.latest_turn.total_time.ToSeconds() == 2
+        # The router's word on the age counts for nothing: its clock began elsewhere.
+        assert early.latest_turn.age.ToMilliseconds() == 3_500
+        [turn] = await service.list_turns("early")
+        assert turn.age.ToMilliseconds() == 3_500
+
+
+async def test_only_the_conversations_that_are_wanted_are_listed(service: Service) -> None:
+    """By tenant, model, engine and what is retained; `total_size` counts those beyond the page."""
+    one, two = await Engine(service).up(), await Engine(service, "d2", "http://d2:8200").up()
+    router = await Router(service).up()
+    for number in range(1, 6):
+        await router.begin(number, f"c{number}")
+        await router.end(number)
+    await router.settled()
+    await one.grant("c1", 1)
+    await two.grant("c2", 1)
+    await one.grant("c3", 1)
+    await two.grant("c3", 2)
+    every = {"c1", "c2", "c3", "c4", "c5", "other"}
+    assert set(names_of(await listed(service, tenant="t"))) == every
+    assert set(names_of(await listed(service, model="m"))) == every
+    assert names_of(await listed(service, tenant="T")) == []
+    assert names_of(await listed(service, model="M")) == []
+    assert set(names_of(await listed(service, engine_id="d2"))) == {"c2", "c3"}
+    assert set(names_of(await listed(service, retained_only=True))) == {"c1", "c2", "c3"}
+    page = await listed(service, page_size=2)
+    assert (len(page.conversations), page.total_size) == (2, 6)
+    await two.down()
+    # Nothing of it can be reused until it is back, but it held the conversation last.
+    assert names_of(await listed(service, retained_only=True)) == ["c1"]
+    assert set(names_of(await listed(service, engine_id="d2"))) == {"c2", "c3"}
+
+
+async def test_the_next_term_lists_what_engines_and_routers_bring_it(service: Service) -> None:
+    """Names are in no record: what has no lease and no turn is not known after a failover."""
+    engine = await Engine(service).up()
+    router = await Router(service).up()
+    await router.begin(1, "held")
+    await engine.grant("held", 4)
+    await router.end(1, retains=True)
+    await router.begin(2, "gone")
+    await router.end(2)
+    await router.settled()
+    await service.fail_over()
+    await engine.up(Engine.retention("held", 4))
+    in_flight = beginning(7, "asked")
+    in_flight.turn = 3
+    router = await Router(service).up(in_flight)
+    answer = await listed(service)
+    known = {each.key.conversation_id: each for each in answer.conversations}
+    assert set(known) == {"held", "asked"}
+    assert (known["held"].turns, known["held"].token_count) == (4, 64)
+    assert (known["asked"].turns, known["asked"].turns_in_flight) == (3, 1)
+
+
+async def test_a_list_of_many_conversations_holds_up_no_turns(service: Service) -> None:
+    """Turns are answered while it is made; it holds the latest of all, in order."""
+    router = await Router(service).up()
+    count = 20_000
+    for number in range(1, count + 1):
+        begun = beginning(number, f"c{number}")
+        await router.send(begin_turns=[begun], end_turns=[lease_pb2.EndTurn(turn_id=number)])
+    await router.answer(count)
+    listing = asyncio.ensure_future(listed(service, page_size=1_000))
+    answered = 0
+    while not listing.done():
+        answered += 1
+        await router.begin(count + answered, "other", reuse=False)
+    assert answered > 4
+    answer = listing.result()
+    assert len(answer.conversations) == 1_000
+    assert count <= answer.total_size <= count + 1
+
+
+def test_a_search_finds_the_latest_of_all() -> None:
+    """Wherever they lie, and however many there are of the same time."""
+    conversations = []
+    for number in range(10_000):
+        conversation = Conversation(ConversationKey("t", "m", str(number)))
+        conversation.seen_ns = number * 7_919 % 5_003
+        conversations.append(conversation)
+    search = ConversationSearch(conversations, Wanted(), 300)
+    assert len(list(search.steps())) > 1
+    found = [each.seen_ns for each in search.latest()]
+    assert found == sorted((each.seen_ns for each in conversations), reverse=True)[:300]
+    assert search.total == 10_000

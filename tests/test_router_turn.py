@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import time
 
 import pytest
 from router_harness import router, turn_body
@@ -340,3 +341,30 @@ async def test_what_an_engine_sends_beyond_an_answer_spoils_no_later_one(length)
         for _ in range(4):
             answer = await rig.post(turn_body())
             assert (answer.status, answer.json["id"]) == (200, "chatcmpl-1")
+
+
+async def test_the_time_of_a_turn_goes_on_to_its_last_byte():
+    """First and last byte are told apart by as long as the engine held the rest back."""
+    released = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(event(chunk({"content": "first"})))
+        await released.wait()
+        await reply.end_stream()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        body = turn_body(stream=True, conversation_id="c1")
+        await client.send("POST", CHAT, json.dumps(body).encode())
+        await client.head()
+        await client.piece()
+        came_s = time.monotonic()
+        await rig.until_ready()
+        held_ms = (time.monotonic() - came_s) * 1000
+        released.set()
+        while await client.piece() is not None:
+            pass
+        (turn,) = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json["turns"]
+        assert turn["total_ms"] >= turn["first_byte_ms"] + held_ms > held_ms > 0

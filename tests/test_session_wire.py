@@ -37,6 +37,7 @@ reports = st.builds(
     names,
     names,
     names,
+    durations_ms,
 )
 
 

@@ -68,6 +68,7 @@ ALLOWED: Final[Mapping[str, frozenset[Role]]] = {
     "KeepConversationAlive": _ROUTERS,
     "EndConversation": _ROUTERS,
     "ListTurns": _ROUTERS,
+    "ListConversations": _ROUTERS,
     "GetLease": _ROUTERS,
     "ListLeases": _ROUTERS,
     "DescribeService": _ROUTERS,

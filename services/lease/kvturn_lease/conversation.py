@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvturn_lease.verdict import Verdict
@@ -38,6 +39,7 @@ class Conversation:
         "last_incarnation",
         "last_number",
         "lease",
+        "seen_ns",
         "told_in_flight",
         "turn",
         "turns_begun",
@@ -57,6 +59,8 @@ class Conversation:
         """The last ended retention, which `verdict` is about."""
         self.turn = 0
         """Turn of the newest retention that was announced; 0 when not known."""
+        self.seen_ns = 0
+        """When its last sign of life came, or its engine brought it; 0 if none has in this term."""
         self.alive_until_ns = 0
         """When it becomes idle unless a turn is in flight."""
         self.turns_begun = 0
@@ -70,6 +74,30 @@ class Conversation:
         self.closed = False
         """The client ended it and no turn has begun since."""
 
+    @property
+    def retained(self) -> Lease | None:
+        """Its lease if the engine that retains it is known to be there, else None."""
+        lease = self.lease
+        return lease if lease is not None and lease.engine.session is not None else None
+
+
+@dataclass(frozen=True, slots=True)
+class ConversationView:
+    """A conversation as an operator sees it."""
+
+    key: ConversationKey
+    turns: int
+    """Number of its latest turn, 0 if not known."""
+    turns_in_flight: int
+    quiet_ns: int | None
+    """Time since its last sign of life, None if there was none in this term."""
+    engine_id: str
+    token_count: int
+    block_count: int
+    lease_count: int
+    idle_in_ns: int | None
+    """Time until it becomes idle, None if it does not, as things are, or retains nothing."""
+
 
 class Conversations:
     """All conversations; of those without a lease only the latest used are kept."""
@@ -82,6 +110,11 @@ class Conversations:
 
     def __len__(self) -> int:
         return len(self._held) + len(self._dormant)
+
+    def all(self) -> list[Conversation]:
+        """Returns all that are known now, in no particular order."""
+        # In the order of the dict below it: an OrderedDict looks up each of its keys to list them.
+        return [*self._held.values(), *dict.values(self._dormant)]
 
     def get(self, key: ConversationKey) -> Conversation | None:
         """Returns a known conversation, and counts as a use of it."""

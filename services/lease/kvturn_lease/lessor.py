@@ -47,7 +47,8 @@ Acknowledged heartbeats tell each engine what its leases' conversations do (`Out
 it knows what to give up first when it needs memory. Conversations outlive their
 leases, in a bounded memory, because a turn that finds no lease is owed the reason.
 
-Costs: nothing here walks over all leases; the death of an engine costs what it holds.
+Costs: nothing here walks over all leases; the death of an engine costs what it holds. A search of
+conversations copies their list and leaves the walk, in steps, to its caller.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ from kvturn_lease.conversation import (
     Conversation,
     ConversationKey,
     Conversations,
+    ConversationView,
 )
+from kvturn_lease.conversation_search import ConversationSearch, Wanted
 from kvturn_lease.deadline_queue import NEVER_NS, DeadlineQueue
 from kvturn_lease.effects import (
     Announced,
@@ -482,6 +485,7 @@ class Lessor:
             self._settle(conversation.lease, now_ns)
         self._forget_lost_turns(conversation, now_ns)
         conversation.closed = False
+        conversation.seen_ns = now_ns
         conversation.alive_until_ns = now_ns + self._idle_ns(conversation)
         if conversation.lease is not None:
             self._note_outlook(conversation.lease)
@@ -575,6 +579,7 @@ class Lessor:
             self._settle(conversation.lease, now_ns)
         wanted_ns = self.config.idle_ns if absence_ns is None else absence_ns
         conversation.absence_ns = min(wanted_ns, self.config.max_hold_ns)
+        conversation.seen_ns = now_ns
         conversation.alive_until_ns = now_ns + conversation.absence_ns
         lease = conversation.lease
         if lease is None:
@@ -597,6 +602,7 @@ class Lessor:
             lease = None
         conversation.verdict = Verdict.ENDED
         conversation.closed = True
+        conversation.seen_ns = now_ns
         conversation.absence_ns = 0
         conversation.alive_until_ns = now_ns + self.config.idle_ns
         return 0 if lease is None else 1
@@ -658,6 +664,28 @@ class Lessor:
             if len(page) == count_max:
                 break
         return page
+
+    def find_conversations(self, wanted: Wanted, count_max: int, now_ns: int) -> ConversationSearch:
+        """Begins a search of the conversations of this term; its steps change nothing here."""
+        self._advance(now_ns)
+        return ConversationSearch(self._conversations.all(), wanted, count_max)
+
+    def view_conversation(self, conversation: Conversation, now_ns: int) -> ConversationView:
+        """Returns a conversation, which a search found, as it is now."""
+        self._advance(now_ns)
+        lease = conversation.retained
+        idle_in_ns = None if lease is None else self._view(lease, now_ns).idle_in_ns
+        return ConversationView(
+            conversation.key,
+            max(conversation.turns_begun, conversation.turn),
+            conversation.turns_in_flight,
+            now_ns - conversation.seen_ns if conversation.seen_ns else None,
+            conversation.engine_id,
+            0 if lease is None else lease.token_count,
+            0 if lease is None else lease.block_count,
+            0 if lease is None else 1,
+            idle_in_ns,
+        )
 
     # ---- sessions ------------------------------------------------------------------------
 
@@ -1124,6 +1152,7 @@ class Lessor:
 
     def _extend_life(self, conversation: Conversation, now_ns: int) -> None:
         """Notes a sign of life, which never shortens what a client declared."""
+        conversation.seen_ns = now_ns
         until_ns = now_ns + self._idle_ns(conversation)
         conversation.alive_until_ns = max(conversation.alive_until_ns, until_ns)
         if conversation.lease is not None:

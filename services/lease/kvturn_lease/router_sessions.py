@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from kvturn_lease.config import LeaseConfig
-    from kvturn_lease.conversation import ConversationKey
+    from kvturn_lease.conversation import Conversation, ConversationKey
+    from kvturn_lease.conversation_search import ConversationSearch, Wanted
     from kvturn_lease.effects import Announced
     from kvturn_lease.lessor import Lessor
     from kvturn_lease.routers import Routers, RouterSession
@@ -133,7 +134,21 @@ class RouterSessions:
         if not reports and not any(self._lessor.knows(each, now_ns) for each in family):
             raise ConversationNotFound
         held = (self._lessor.held(each, now_ns) for each in family)
-        return wire.turns(reports, list(islice(filter(None, held), _HELD_MAX)))
+        return wire.turns(reports, list(islice(filter(None, held), _HELD_MAX)), now_ns)
+
+    def find_conversations(self, wanted: Wanted, count_max: int, now_ns: int) -> ConversationSearch:
+        """Begins a search of conversations, as Lessor does."""
+        return self._lessor.find_conversations(wanted, count_max, now_ns)
+
+    def write_conversation(
+        self,
+        response: lease_pb2.ListConversationsResponse,
+        conversation: Conversation,
+        now_ns: int,
+    ) -> None:
+        """Adds a conversation that a search found, with its latest turn."""
+        view = self._lessor.view_conversation(conversation, now_ns)
+        wire.write_conversation(response, view, self._reports.newest(view.key), now_ns)
 
     def _take(
         self,
@@ -165,5 +180,5 @@ class RouterSessions:
         if end.HasField("report"):
             report = wire.turn_report(end.report, turn.number)
             if report:
-                self._reports.add(turn.key, report)
+                self._reports.add(turn.key, report, now_ns)
         return True

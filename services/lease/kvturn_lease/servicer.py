@@ -53,6 +53,7 @@ if TYPE_CHECKING:
 _SECOND_NS = 1_000_000_000
 _RETENTIONS_PER_STEP = 256
 _CONVERSATIONS_PER_STEP = 256
+_WRITTEN_PER_STEP = 64
 _TRACEPARENT_CHARACTERS_MAX = 64
 
 _VERSION = version("kvturn-lease")
@@ -108,6 +109,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         self._waiters: dict[ConversationKey, set[asyncio.Future[None]]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._timer_ns = 0
+        self._searching = asyncio.Lock()
+        """One search at a time: each looks at all conversations."""
         self._closing = False
         if lessor is not None and store is not None:
             self._open_term(lessor, store)
@@ -350,6 +353,27 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         key = wire.conversation_key(request.conversation, "conversation")
         with self._now() as now_ns:
             return self._router_sessions.turns(key, now_ns)
+
+    @_aborts
+    async def ListConversations(
+        self, request: lease_pb2.ListConversationsRequest, context: Any
+    ) -> lease_pb2.ListConversationsResponse:
+        """Returns the conversations with the latest sign of life."""
+        wanted, count_max = wire.wanted(request)
+        async with self._searching:
+            routers = self._router_sessions
+            with self._now() as now_ns:
+                search = routers.find_conversations(wanted, count_max, now_ns)
+            for _ in search.steps():
+                await asyncio.sleep(0)  # let turns through
+        response = lease_pb2.ListConversationsResponse(total_size=search.total)
+        found = iter(search.latest())
+        while page := list(itertools.islice(found, _WRITTEN_PER_STEP)):
+            with self._now() as now_ns:
+                for conversation in page:
+                    routers.write_conversation(response, conversation, now_ns)
+            await asyncio.sleep(0)
+        return response
 
     # ---- questions -----------------------------------------------------------------------
 

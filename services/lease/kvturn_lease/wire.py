@@ -16,6 +16,7 @@ from kvturn.recognition import POINTS_MAX
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, Policy, stretched_ns
 from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
+from kvturn_lease.conversation_search import Wanted
 from kvturn_lease.effects import GrantRefused, HeartbeatAck, Registered, Release
 from kvturn_lease.errors import InvalidArgument
 from kvturn_lease.lease import LeaseId, Retention
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvturn_lease.config import LeaseConfig, LessorConfig
+    from kvturn_lease.conversation import ConversationView
     from kvturn_lease.effects import SendToEngine
     from kvturn_lease.errors import LeaseServiceError
     from kvturn_lease.lease import LeaseView
     from kvturn_lease.lessor import ReadAnswer, Resolution
     from kvturn_lease.routers import Begun, Retained
     from kvturn_lease.session import EngineView
+    from kvturn_lease.turn_reports import KeptReport
     from kvturn_lease.verdict import Verdict
 
 _SECOND_NS = 1_000_000_000
@@ -372,10 +375,29 @@ def page(
     key = None
     if request.HasField("conversation"):
         key = conversation_key(request.conversation, "conversation")
-    _check(request.page_size <= PAGE_SIZE_MAX, "page_size", f"must be 1 to {PAGE_SIZE_MAX}, or 0")
+    page_size = _page_size(request.page_size)
     if request.page_token:
         lease_id(request.page_token, "page_token")
-    return request.engine_id, key, request.page_size or _PAGE_SIZE_DEFAULT, request.page_token
+    return request.engine_id, key, page_size, request.page_token
+
+
+def _page_size(asked: int) -> int:
+    _check(asked <= PAGE_SIZE_MAX, "page_size", f"must be 1 to {PAGE_SIZE_MAX}, or 0")
+    return asked or _PAGE_SIZE_DEFAULT
+
+
+def wanted(request: lease_pb2.ListConversationsRequest) -> tuple[Wanted, int]:
+    """Reads which conversations to list, and how many at most. Raises InvalidArgument."""
+    _check_text(request.tenant, "tenant", 0, _KEY_PART_BYTES_MAX)
+    _check_text(request.model, "model", 0, _KEY_PART_BYTES_MAX)
+    _check_text(request.engine_id, "engine_id", 0, _ENGINE_ID_BYTES_MAX)
+    which = Wanted(
+        tenant=request.tenant,
+        model=request.model,
+        engine_id=request.engine_id,
+        retained_only=request.retained_only,
+    )
+    return which, _page_size(request.page_size)
 
 
 # ---- what routers send -----------------------------------------------------------------------
@@ -418,11 +440,13 @@ def beginning(message: lease_pb2.BeginTurn) -> Beginning:
 def turn_report(report: common_pb2.TurnReport, number: int) -> bytes:
     """Reads how a turn was served, serialized; empty if it is longer than any that is true.
 
-    The conversation's id is left out, it is kept once; `number`, if known, is put in.
+    The conversation's id is left out, it is kept once, and so is the age, which we tell; `number`,
+    if known, is put in.
     """
     if report.ByteSize() > _REPORT_BYTES_MAX:
         return b""
     report.ClearField("conversation_id")
+    report.ClearField("age")
     if number:
         report.turn = number
     return report.SerializeToString()
@@ -517,15 +541,45 @@ def write_retained(response: lease_pb2.RouterSessionResponse, retained: Retained
 
 
 def turns(
-    reports: Sequence[tuple[ConversationKey, bytes]], held: Sequence[LeaseView]
+    reports: Sequence[tuple[ConversationKey, KeptReport]], held: Sequence[LeaseView], now_ns: int
 ) -> lease_pb2.ListTurnsResponse:
     """Writes reports that turn_report() read, and the leases that are left of them."""
     response = lease_pb2.ListTurnsResponse(leases=map(lease, held))
-    for key, packed in reports:
-        report = response.turns.add()
-        report.ParseFromString(packed)
-        report.conversation_id = key.conversation_id
+    for key, kept in reports:
+        _write_report(response.turns.add(), key, kept, now_ns)
     return response
+
+
+def _write_report(
+    report: common_pb2.TurnReport, key: ConversationKey, kept: KeptReport, now_ns: int
+) -> None:
+    report.ParseFromString(kept.report)
+    report.conversation_id = key.conversation_id
+    report.age.CopyFrom(duration(max(0, now_ns - kept.came_ns)))
+
+
+def write_conversation(
+    response: lease_pb2.ListConversationsResponse,
+    view: ConversationView,
+    newest: KeptReport | None,
+    now_ns: int,
+) -> None:
+    """Adds a conversation as an operator sees it, with its latest report."""
+    message = response.conversations.add(
+        turns=view.turns,
+        turns_in_flight=view.turns_in_flight,
+        engine_id=view.engine_id,
+        token_count=view.token_count,
+        block_count=view.block_count,
+        lease_count=view.lease_count,
+    )
+    message.key.tenant, message.key.model, message.key.conversation_id = view.key
+    if view.quiet_ns is not None:
+        message.quiet_for.CopyFrom(duration(view.quiet_ns))
+    if view.idle_in_ns is not None:
+        message.idle_in.CopyFrom(duration(view.idle_in_ns))
+    if newest is not None:
+        _write_report(message.latest_turn, view.key, newest, now_ns)
 
 
 def read_answer(

@@ -76,7 +76,7 @@ def end_turn(turn_id: int, *, retains: bool, report: bytes | None) -> bytes:
 
 
 def turn_report(conversation_id: str, report: TurnReport) -> bytes:
-    """Returns a TurnReport, the same as turn_report.py's message."""
+    """Returns a TurnReport, the same as turn_report.py's message; the turn has just ended."""
     return b"".join(
         (
             field(b"\x0a", conversation_id.encode()),
@@ -91,6 +91,7 @@ def turn_report(conversation_id: str, report: TurnReport) -> bytes:
             _duration(b"\x5a", report.first_byte_ms) if report.first_byte_ms else b"",
             _number(b"\x60", report.output_tokens),
             _name(b"\x7a", report.plan_reason),
+            _duration(b"\x92\x01", report.total_ms) if report.total_ms else b"",
         )
     )
 

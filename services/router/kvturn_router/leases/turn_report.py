@@ -35,6 +35,8 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
         plan=PLANS.get(report.plan),
         first_byte_time=duration(report.first_byte_ms) if report.first_byte_ms else None,
         plan_reason=report.plan_reason,
+        total_time=duration(report.total_ms) if report.total_ms else None,
+        age=None if report.age_ms is None else duration(report.age_ms),
     )
 
 
@@ -55,6 +57,8 @@ def report_of(message: common_pb2.TurnReport) -> TurnReport:
         prefill_engine=message.prefill_engine,
         decode_engine=message.decode_engine,
         plan_reason=message.plan_reason,
+        total_ms=_milliseconds(message.total_time),
+        age_ms=_milliseconds(message.age) if message.HasField("age") else None,
     )
 
 

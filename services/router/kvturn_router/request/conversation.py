@@ -60,7 +60,9 @@ class TurnReport(msgspec.Struct, frozen=True):
 
     Token counts are 0 where not known; times are in milliseconds. `plan` is a
     word of PlanKind, "" where not known, and `plan_reason` why it was chosen;
-    engines are base URLs, "" for none.
+    engines are base URLs, "" for none. `total_ms` is from the request to the
+    last byte of the answer, 0 before that; `age_ms` is how long ago that was,
+    None where nobody has counted.
     """
 
     turn: int
@@ -77,6 +79,8 @@ class TurnReport(msgspec.Struct, frozen=True):
     prefill_engine: str = ""
     decode_engine: str = ""
     plan_reason: str = ""
+    total_ms: float = 0.0
+    age_ms: float | None = None
 
 
 class HeldRetention(msgspec.Struct, frozen=True):

@@ -43,6 +43,7 @@ class Account(msgspec.Struct):
     decode_url: str = ""
     decode_began_ns: int = 0
     first_byte_ns: int = 0
+    ended_ns: int = 0
     usage: "Usage | None" = None
     """What decode's answer says of its tokens, None if it does not."""
     retained: "Retained | None" = None
@@ -95,9 +96,11 @@ class Account(msgspec.Struct):
     def report(self) -> TurnReport:
         """Returns how the turn was served, as far as is known by now."""
         read = self.answer.report
-        first_byte_ms = 0.0
+        first_byte_ms = total_ms = 0.0
         if self.first_byte_ns:
             first_byte_ms = (self.first_byte_ns - self.began_ns) / _NS_PER_MS
+        if self.ended_ns:
+            total_ms = (self.ended_ns - self.began_ns) / _NS_PER_MS
         # In the order of the fields: names would take as long again.
         return TurnReport(
             self.number,
@@ -114,6 +117,7 @@ class Account(msgspec.Struct):
             self.prefill_url,
             self.decode_url,
             self.reason,
+            round(total_ms, 3),
         )
 
     def took(self, *, streamed: bool) -> Took:

@@ -653,6 +653,7 @@ class _Turn:
     # Settle
 
     def _settle(self, fault: str | None) -> None:
+        self._account.ended_ns = self._forwarder.clock_ns()
         for engine in self._held:
             engine.end()
         self._held.clear()
