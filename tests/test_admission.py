@@ -30,9 +30,7 @@ class Rig:
         self.fleet = Fleet(build, boottime_ns)
         self.engine = self.fleet.add("http://d:1", "decode", FLAGS)
         self.fleet.seen_well(self.engine)
-        self.room: WaitingRoom[Engine] = WaitingRoom(
-            roles=[DECODE], places=places, patience_ns=round(patience_s * 1e9)
-        )
+        self.room = WaitingRoom(roles=[DECODE], places=places, patience_ns=round(patience_s * 1e9))
         self._admission = Admission(self.fleet, self.room, boottime_ns)
 
     async def claim(self) -> Engine:
@@ -115,7 +113,7 @@ class Lines:
     def __init__(self, **room: int) -> None:
         self.left = {PREFILL: room["prefill"], DECODE: room["decode"]}
         self.asked: list[str] = []
-        self.room: WaitingRoom[str] = WaitingRoom(roles=(DECODE, PREFILL), places=10, patience_ns=9)
+        self.room = WaitingRoom(roles=(DECODE, PREFILL), places=10, patience_ns=9)
 
     def turn(self, name: str, *needs: str) -> Waiting[str]:
         def take() -> str:

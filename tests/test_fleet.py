@@ -438,7 +438,7 @@ def test_turns_wait_in_line_for_an_engine_with_room():
     """Two at once on the only engine; the third waits, the fourth cannot overtake it."""
     rig = Rig()
     engine = rig.add("http://a:1")
-    room: WaitingRoom[Engine] = WaitingRoom(roles=[DECODE], places=2, patience_ns=5 * S)
+    room = WaitingRoom(roles=[DECODE], places=2, patience_ns=5 * S)
     rig.fleet.decodes.turned = room.serve
 
     def take() -> Engine:
@@ -466,7 +466,7 @@ def test_turns_wait_in_line_for_an_engine_with_room():
 
 def test_a_wait_has_an_end():
     """Nobody made room: those in line are told after the patience, in their order."""
-    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=5, patience_ns=2 * S)
+    room = WaitingRoom(roles=[DECODE], places=5, patience_ns=2 * S)
     first = room.claim(no_room, 0)
     second = room.claim(no_room, S)
     assert room.next_deadline_ns() == 2 * S
@@ -480,7 +480,7 @@ def test_a_wait_has_an_end():
 
 def test_a_claim_that_fails_ends_that_wait_alone():
     """The engines it could have had are gone by then; the next in line is served."""
-    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=5, patience_ns=S)
+    room = WaitingRoom(roles=[DECODE], places=5, patience_ns=S)
     there = False
 
     def fails() -> int:
@@ -498,7 +498,7 @@ def test_a_claim_that_fails_ends_that_wait_alone():
 
 def test_no_place_to_wait_means_no_waiting():
     """A line of length 0: who cannot be served at once comes again later."""
-    room: WaitingRoom[int] = WaitingRoom(roles=[DECODE], places=0, patience_ns=S)
+    room = WaitingRoom(roles=[DECODE], places=0, patience_ns=S)
     assert room.claim(lambda: 1, 0).claim == 1
     with pytest.raises(NoPlace):
         room.claim(no_room, 0)

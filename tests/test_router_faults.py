@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from router_harness import router, turn_body
+from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
 from kvturn_router.engines.fleet import FLAGS
@@ -39,8 +39,9 @@ async def test_a_refusal_reaches_the_client_as_it_is(leg, status):
         assert answer.headers["content-type"] == "application/json"
         assert answer.headers["retry-after"] == "7"
         assert "x-internal" not in answer.headers
-        assert len(engine.turns) == 1
-        assert len(rig.decode.turns) == (1 if leg == "decode" else 0)
+        asked = [seen for seen in rig.decode.turns if seen.json["stream"]]
+        assert len(rig.prefill.turns) == 1
+        assert len(asked) == (1 if leg == "decode" else 0)
         assert (await rig.ask("GET", "/ready")).status == 200
 
 
@@ -233,6 +234,107 @@ async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the
             assert seen.json["max_tokens"] == 1
             assert seen.json["stream"] is False
             assert seen.json["kv_transfer_params"] == rig.prefill.handle
+
+
+@pytest.mark.parametrize("status", [400, 429, 503])
+async def test_what_prefill_holds_is_released_when_decode_refuses(status):
+    """A limit that only decode sees, or no room: the client is told, and decode fetches the KV."""
+    async with router(lease=FakeLease()) as rig:
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            if seen.json["max_tokens"] == 1:
+                await rig.decode.decode(seen, reply)
+            else:
+                await reply.whole(ERROR, status)
+
+        rig.decode.script(CHAT, play)
+        assert (await rig.post(turn_body(stream=True))).status == status
+        refused, release = await rig.decode.turn(1), await rig.decode.turn(2)
+        assert release.json["messages"] == refused.json["messages"]
+        assert release.json["stream"] is False
+        # Nothing of it is retained: the handle, and no conversation.
+        assert release.json["kv_transfer_params"] == rig.prefill.handle
+
+
+async def test_what_decode_may_have_fetched_is_not_fetched_again():
+    """It fails in the midst of its work: what prefill held may be another's by now."""
+    async with router() as rig:
+        rig.decode.script(CHAT, refusing(500))
+        assert (await rig.post(turn_body())).status == 500
+        rig.decode.script(CHAT, rig.decode.decode)
+        assert (await rig.post(turn_body(max_tokens=7))).status == 200
+        assert [seen.json["max_tokens"] for seen in rig.decode.turns] == [16, 7]
+
+
+async def test_what_a_decode_that_is_gone_did_not_fetch_another_does():
+    """It refuses connections, the other one is full, and the client leaves the line."""
+    async with router("--max-inflight-per-engine=1", "--health-interval-s=60", decodes=2) as rig:
+        rig.decodes[0].script(CHAT, silent)
+        rig.decodes[1].script(CHAT, silent)
+        first = await rig.client()
+        await first.send("POST", CHAT, json.dumps(turn_body()).encode())
+        await rig.until(lambda: rig.decodes[0].turns or rig.decodes[1].turns)
+        full, gone = rig.decodes if rig.decodes[0].turns else rig.decodes[::-1]
+        await gone.stop()
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body()).encode())
+        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        client.close()
+        release = await full.turn(2)
+        assert release.json["max_tokens"] == 1
+        assert release.json["kv_transfer_params"] == rig.prefill.handle
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_a_turn_whose_engine_is_gone_waits_for_another_that_is_full(leg):
+    """Each has room for one: the turn whose engine refuses connections gets the other in turn."""
+    done = asyncio.Event()
+    async with router(
+        "--max-inflight-per-engine=1", "--health-interval-s=60", prefills=2, decodes=2
+    ) as rig:
+        engines = rig.prefills if leg == "prefill" else rig.decodes
+
+        async def slow(seen: Seen, reply: Reply) -> None:
+            await done.wait()
+            await (rig.prefill.prefill if leg == "prefill" else rig.decode.decode)(seen, reply)
+
+        for engine in engines:
+            engine.script(CHAT, slow)
+        first = asyncio.create_task(rig.post(turn_body()))
+        await rig.until(lambda: engines[0].turns or engines[1].turns)
+        await (engines[1] if engines[0].turns else engines[0]).stop()
+        second = asyncio.create_task(rig.post(turn_body()))
+        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        done.set()
+        answers = await asyncio.gather(first, second)
+        assert [answer.status for answer in answers] == [200, 200]
+        # The one whose prefill is done goes on with what prefill holds.
+        assert all("kv_transfer_params" in x.json for one in rig.decodes for x in one.turns)
+        assert not any(engine.in_flight for engine in rig.server._fleet)
+
+
+async def test_an_engine_that_refuses_by_the_head_alone_spoils_no_later_request():
+    """It answers before it has read the body, and never reads it: the connection is not kept."""
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(b"POST"):
+            writer.write(b"HTTP/1.1 413 X\r\ncontent-length: 2\r\n\r\n{}")
+            await over.wait()
+        else:
+            writer.write(b"HTTP/1.1 200 X\r\ncontent-length: 0\r\nconnection: close\r\n\r\n")
+        writer.close()
+
+    over = asyncio.Event()
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with router(f"--prefill={url}", prefills=1) as rig:
+        rig.server._fleet.remove(rig.prefill.url, FLAGS)
+        assert (await rig.post(turn_body(user="x" * (20 << 20)))).status == 413
+        async with asyncio.timeout(10):
+            assert (await rig.post(turn_body())).status == 413
+    over.set()
+    server.close()
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

@@ -245,6 +245,24 @@ async def test_headers_about_the_engines_connection_stay_there(stream):
         assert not {"x-foo", "keep-alive", "server", "connection"} & set(headers)
 
 
+async def test_no_header_of_an_engine_says_what_a_later_byte_or_the_router_does():
+    """Trailers are too late to be headers, and what the router tells of a turn it tells alone."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        head = b"content-type: application/json\r\nx-kvturn-verdict: reused\r\nx-bar: 2\r\n"
+        await reply.raw(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n" + head + b"\r\n")
+        await reply.send(b"{}")
+        await reply.raw(b"0\r\ncontent-type: text/html\r\nx-late: 1\r\n\r\n")
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        answer = await rig.post(turn_body())
+        assert answer.json == {}
+        assert answer.headers["content-type"] == "application/json"
+        assert (answer.verdict, answer.headers["x-bar"]) == ("not_offered", "2")
+        assert "x-late" not in answer.headers
+
+
 async def test_a_compressed_answer_is_read_and_sent_plain():
     """The engine compressed without being asked: the body and its length are right again."""
     body = json.dumps({"usage": {"prompt_tokens_details": {"cached_tokens": 48}}}).encode()

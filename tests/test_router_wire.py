@@ -1,11 +1,12 @@
 """HTTP between clients and the router: framing, limits, bad input, many clients."""
 
 import asyncio
+import gzip
 import json
 
 import pytest
 from router_harness import Client, router, turn_body
-from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk
+from stub_engine import CHAT, COMPLETIONS, GUARD_S, Reply, Seen, chunk
 
 BODY = json.dumps(turn_body()).encode()
 
@@ -102,12 +103,14 @@ async def test_models_are_an_engines_own_answer():
 
 
 async def test_a_form_is_not_a_turn():
-    """Another content type is a 415: no web page elsewhere can post turns."""
+    """Another content type is a 415, for no web page elsewhere is to post turns; so is a coding."""
     async with router() as rig:
         kind = [("Content-Type", "text/plain")]
         assert (await rig.post(turn_body(), headers=kind)).status == 415
         kind = [("Content-Type", "application/json; charset=utf-8")]
         assert (await rig.post(turn_body(), headers=kind)).status == 200
+        coded = await rig.post(gzip.compress(BODY), headers=[("Content-Encoding", "gzip")])
+        assert (coded.status, "compressed" in coded.json["error"]["message"]) == (415, True)
 
 
 async def test_a_connection_serves_request_after_request_and_those_sent_ahead():
@@ -203,6 +206,21 @@ async def test_a_client_that_asks_to_close_is_closed():
         answer = await client.answer()
         assert "transfer-encoding" not in answer.headers
         assert answer.events[-1] == "[DONE]"
+
+
+async def test_a_client_of_http_1_0_waits_for_nothing_that_does_not_come():
+    """It asks to be kept, and expects a 100: it is answered once, and closed after that."""
+    async with router() as rig:
+        client = await rig.client()
+        client.writer.write(
+            b"POST %b HTTP/1.0\r\nconnection: keep-alive\r\nexpect: 100-continue\r\n"
+            b"content-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
+            % (CHAT.encode(), len(BODY), BODY)
+        )
+        answer = await client.answer()
+        assert (answer.status, answer.headers["connection"]) == (200, "close")
+        async with asyncio.timeout(GUARD_S):
+            assert await client.reader.read() == b""
 
 
 async def test_a_body_in_chunks_and_an_expectation_are_understood():

@@ -12,7 +12,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import TYPE_CHECKING
 
 import uvloop
 
@@ -50,9 +49,6 @@ from kvturn_router.turn.legs import Legs, RequestIds
 from kvturn_router.turn.stock import HandleBook
 from kvturn_router.turn.stock_reuse import StockReuse
 from kvturn_router.workers import HeldPort, StartFault, Workers
-
-if TYPE_CHECKING:
-    from kvturn_router.choice.plan import Plan
 
 EXIT_OK = 0
 EXIT_FAILED = 1
@@ -202,7 +198,7 @@ def compose(
     legs = Legs(RequestIds(), config.engine_authorization)
     book = ConversationBook(config.conversations_max)
     lease = _lease(config, fleet) if config.lease else None
-    room: WaitingRoom[Plan[Engine]] = WaitingRoom(
+    room = WaitingRoom(
         roles=(DECODE, PREFILL),
         places=config.queue_places,
         patience_ns=round(config.queue_s * 1e9),

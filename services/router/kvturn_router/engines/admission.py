@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from kvturn_router.engines.fleet import Fleet
 from kvturn_router.engines.waiting import NoPlace, NoRoom, WaitingRoom
@@ -14,13 +14,13 @@ C = TypeVar("C")
 _RETRY_AFTER_S = 1
 
 
-class Admission(Generic[C]):
+class Admission:
     """Gives turns what they claim of the fleet's engines, as `WaitingRoom` orders them.
 
     What they bring raises NoRoom if they cannot have it yet. `clock_ns` is CLOCK_BOOTTIME.
     """
 
-    def __init__(self, fleet: Fleet, room: WaitingRoom[C], clock_ns: Callable[[], int]) -> None:
+    def __init__(self, fleet: Fleet, room: WaitingRoom, clock_ns: Callable[[], int]) -> None:
         self._room = room
         self._clock_ns = clock_ns
         self._timer: asyncio.TimerHandle | None = None

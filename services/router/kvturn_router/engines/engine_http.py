@@ -312,11 +312,15 @@ class _Connection(asyncio.Protocol):
         if self._complete:
             self._exchange = None
             self._served += 1
-            if self._keeps:
+            if self._keeps and self._all_sent():
                 self._pool.put_back(self)
             else:
                 self.abort()
         exchange.take_body(data, self._complete)
+
+    def _all_sent(self) -> bool:
+        """Tells whether the request was taken whole: an engine may refuse one by its head."""
+        return self._transport is not None and not self._transport.get_write_buffer_size()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -343,7 +347,8 @@ class _Connection(asyncio.Protocol):
         self._headers = []
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._complete:  # Bytes after a whole answer belong to no request.
+        # Not those after a body, which are too late to say anything of it.
+        if self._head_bytes >= 0:
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:

@@ -14,7 +14,7 @@ raised anything else.
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from typing import Final, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 C = TypeVar("C")
 
@@ -59,7 +59,7 @@ class Waiting(Generic[C]):
         return self.claim
 
 
-class WaitingRoom(Generic[C]):
+class WaitingRoom:
     """One line for each of `roles`.
 
     A turn that needs an engine of a role needs one of each role named before it
@@ -71,7 +71,7 @@ class WaitingRoom(Generic[C]):
     def __init__(self, *, roles: Sequence[str], places: int, patience_ns: int) -> None:
         assert places >= 0
         self._rank = {role: rank for rank, role in enumerate(roles)}
-        self._lines: dict[str, deque[Waiting[C]]] = {role: deque() for role in roles}
+        self._lines: dict[str, deque[Waiting[Any]]] = {role: deque() for role in roles}
         self._places = places
         self._patience_ns = patience_ns
         self._came = 0
@@ -100,7 +100,7 @@ class WaitingRoom(Generic[C]):
             self._stand(waiting, missing.role)
         return waiting
 
-    def leave(self, waiting: Waiting[C]) -> None:
+    def leave(self, waiting: Waiting[Any]) -> None:
         """Ends a wait early."""
         line = self._lines.get(waiting.role)
         if line is not None and waiting in line:
@@ -137,10 +137,10 @@ class WaitingRoom(Generic[C]):
         return None if first is None else first.since_ns + self._patience_ns
 
     @staticmethod
-    def _first(lines: Collection[deque[Waiting[C]]]) -> Waiting[C] | None:
+    def _first(lines: Collection[deque[Waiting[Any]]]) -> Waiting[Any] | None:
         return min([line[0] for line in lines if line], key=_number, default=None)
 
-    def _ask(self, waiting: Waiting[C], heads: dict[str, deque[Waiting[C]]]) -> None:
+    def _ask(self, waiting: Waiting[Any], heads: dict[str, deque[Waiting[Any]]]) -> None:
         """Serves the head of a line, or has it step aside; takes lines that wait from `heads`."""
         role = waiting.role
         try:
@@ -159,7 +159,7 @@ class WaitingRoom(Generic[C]):
         self._lines[role].popleft()
         waiting.done()
 
-    def _stand(self, waiting: Waiting[C], role: str) -> None:
+    def _stand(self, waiting: Waiting[Any], role: str) -> None:
         """Puts a turn in a line, before those that came after it: nearly always there are none."""
         line = self._lines[role]
         place = len(line)
@@ -169,5 +169,5 @@ class WaitingRoom(Generic[C]):
         waiting.role = role
 
 
-def _number(waiting: Waiting[C]) -> int:
+def _number(waiting: Waiting[Any]) -> int:
     return waiting.number

@@ -406,6 +406,8 @@ def _fail(answer: HttpAnswer) -> None:
 
 
 def _require_json(request: HttpRequest) -> None:
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise TurnError(415, "The body must not be compressed.", reason="MEDIA_TYPE_UNSUPPORTED")
     # As vLLM: it also keeps a web page elsewhere from posting turns unasked.
     media_type = request.headers.get("content-type", "")
     if media_type == "application/json":

@@ -571,6 +571,7 @@ class ClientConnection(asyncio.Protocol):
         elif (
             not self._upgrading
             and self._headers.get("expect", "").lower() == "100-continue"
+            and self._parser.get_http_version() == "1.1"  # Before, nobody knows of such answers.
             and self._current is None  # Else it would come in the midst of another's answer.
         ):
             self.send(b"HTTP/1.1 100 Continue\r\n\r\n")
@@ -619,7 +620,8 @@ class ClientConnection(asyncio.Protocol):
             target=self._target,
             headers=self._headers,
             body=body,
-            keeps=self._parser.should_keep_alive(),
+            # A client of HTTP/1.0 waits for the end where the answer does not say that it keeps.
+            keeps=self._parser.should_keep_alive() and version == "1.1",
             chunks=version == "1.1",
             memo={},
         )

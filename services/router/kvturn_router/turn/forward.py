@@ -72,6 +72,9 @@ _GRANT_WAIT_S: Final = 1.0
 """How long the account of a turn that decode served alone waits for the tokens that its grant
 tells."""
 
+_BEFORE_FETCHING: Final = frozenset((*range(400, 500), 503))
+"""With what decode refuses requests that it has not begun to serve."""
+
 _UNKNOWN: Final = History((), 0, 0)
 _NOT_OFFERED: Final = Resolution(Verdict.NOT_OFFERED)
 
@@ -110,7 +113,7 @@ class Forwarder:
         self,
         *,
         fleet: Fleet,
-        admission: Admission[Plan[Engine]],
+        admission: Admission,
         legs: Legs,
         book: ConversationBook,
         tracer: TurnTracer,
@@ -194,9 +197,14 @@ class Forwarder:
         return await self.lease.client.keep_alive(key, absence_s)
 
     def release(self, engine: Engine, request: TurnRequest, transfer: bytes) -> None:
-        """Has decode fetch, and so release, what prefill holds for a turn that is over."""
-        if len(self._releases) >= _RELEASES_MAX:
+        """Has decode fetch, and so release, what prefill holds for a turn that is over.
+
+        That is `engine`, or if it does not work another one.
+        """
+        usable = [one for one in (engine, *self.fleet.decodes) if one.usable]
+        if not usable or len(self._releases) >= _RELEASES_MAX:
             return
+        engine = usable[0]
         parts = _prefill_parts(request, transfer)
         task = self.loop.create_task(self._release(engine, request, parts))
         self._releases.add(task)
@@ -271,16 +279,23 @@ class _Turn:
     async def _serve(self) -> str | None:
         """Returns what went wrong after the answer had begun, None if nothing did."""
         self._resolution = await self._resolve()
-        plan = await self._plan()
-        if plan.kind is PlanKind.LOCAL:
+        while True:
+            plan = await self._plan()
             try:
+                if plan.prefill is not None:
+                    await self._prefill(plan, plan.prefill)
                 return await self._decode(plan.decode)
             except _HolderGoneFault:
                 self._resolution = Resolution(Verdict.ENGINE_LOST)
-                plan = await self._plan()
-        if plan.prefill is not None:
-            await self._prefill(plan, plan.prefill)
-        return await self._decode(plan.decode)
+            except _PrefillsBusyFault:
+                self._line_up_again()
+
+    def _line_up_again(self) -> None:
+        """Gives all engines up, to be planned anew."""
+        for engine in [*self._held]:
+            self._let_go(engine)
+        if self._account.read_failed:
+            self._resolution, self._handle = Resolution(self._account.verdict), None
 
     # Resolve
 
@@ -340,9 +355,9 @@ class _Turn:
         fault: str | None = "given up"
         try:
             admission = self._forwarder.admission
-            plan = admission.claim_now(self._claim) or await admission.claim(
-                self._claim, _give_back
-            )
+            plan = admission.claim_now(self._claim)
+            if plan is None:
+                plan = await admission.claim(self._claim, _give_back)
             fault = None
         except TurnError as error:
             fault = error.message
@@ -413,10 +428,37 @@ class _Turn:
         if other is not None:
             self._let_go(engine)
             other.begin()
-            self._held.append(other)
-            # What was expected was expected of the first.
-            self._account.forecast = None
+            self._moved_to(other)
         return other
+
+    async def _another_decode(self, engine: Engine, tried: set[Engine]) -> Engine | None:
+        """As `_another`, but waits in line for a decode engine that is full. Raises TurnError.
+
+        No other engine is held by then, so no two turns keep what the other one waits for.
+        """
+        tried.add(engine)
+        self._let_go(engine)
+        decodes = self._forwarder.fleet.decodes
+
+        def claim() -> Engine:
+            other = decodes.least(tried)
+            if other is None:
+                left = any(one.available and one not in tried for one in decodes)
+                raise NoRoom(DECODE) if left else NoEngine(DECODE)
+            other.begin()
+            return other
+
+        try:
+            other = await self._forwarder.admission.claim(claim, Engine.end)
+        except NoEngine:
+            return None
+        self._moved_to(other)
+        return other
+
+    def _moved_to(self, engine: Engine) -> None:
+        self._held.append(engine)
+        # What was expected was expected of the first.
+        self._account.forecast = None
 
     def _instead(
         self,
@@ -452,6 +494,8 @@ class _Turn:
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
                 other = self._another(engine, fleet.prefills, tried)
+                if other is None and any(one.available for one in fleet.prefills):
+                    raise _PrefillsBusyFault from None
                 if other is None:
                     raise no_engine(PREFILL, fleet.lack(PREFILL)) from None
                 engine = other
@@ -565,17 +609,19 @@ class _Turn:
                 fleet.refused(engine, str(fault))
                 self._check_holder(engine)
                 held = self._request.response is not None
-                other = None if held else self._another(engine, fleet.decodes, tried)
+                other = None if held else await self._another_decode(engine, tried)
                 if other is None:
                     raise no_engine(DECODE, fleet.lack(DECODE)) from None
                 engine = other
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
                 stale = isinstance(fault, LostFault) and fault.stale
+                other = None
                 if isinstance(fault, LostFault):
                     self._check_holder(engine)
-                held = stale or self._request.response is not None
-                other = None if held else self._instead(engine, fault, fleet.decodes, tried)
+                    # One other is tried, as with prefill.
+                    if not (stale or tried or self._request.response is not None):
+                        other = await self._another_decode(engine, tried)
                 if other is None and not (stale and account.answer.transfer is not None):
                     raise _told_of(DECODE, fault) from None
                 engine = other or engine
@@ -627,6 +673,10 @@ class _Turn:
                 forwarder.fleet.failed(engine, fault)
         except (EngineFault, EngineRefusal) as error:
             fault = str(error)
+            refused = isinstance(error, EngineRefusal) and error.status in _BEFORE_FETCHING
+            if refused and handed is not None:
+                # Without a conversation: that it was not fetched is too little to retain it by.
+                self._unfetched = (engine, handed)
             raise
         finally:
             if exchange is not None:
@@ -730,6 +780,10 @@ class _Turn:
 
 class _HolderGoneFault(Exception):
     """The engine that was to serve the turn alone is gone; the client has got nothing yet."""
+
+
+class _PrefillsBusyFault(Exception):
+    """The engine that was to prefill refused, and those that are left have no room."""
 
 
 def _give_back(plan: Plan[Engine]) -> None:

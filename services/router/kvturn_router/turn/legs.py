@@ -41,6 +41,8 @@ _NOT_RELAYED = frozenset(
         b"set-cookie",
     }
 )
+_OURS = b"x-kvturn-"
+"""How headers begin in which the router alone tells of a turn."""
 _RELAYED_OF_REFUSAL = frozenset({b"content-type", b"retry-after", b"www-authenticate"})
 
 
@@ -164,7 +166,11 @@ def relayed_headers(exchange: Exchange) -> list[tuple[bytes, bytes]]:
     dropped: Collection[bytes] = _NOT_RELAYED
     if named := exchange.header(b"connection"):
         dropped = _NOT_RELAYED | {name.strip().lower() for name in named.split(b",")}
-    return [header for header in exchange.headers if header[0] not in dropped]
+    return [
+        header
+        for header in exchange.headers
+        if header[0] not in dropped and not header[0].startswith(_OURS)
+    ]
 
 
 def engine_error(role: str, fault: EngineFault) -> TurnError:
