@@ -152,7 +152,7 @@ async def test_a_streamed_response_reaches_the_client_as_decode_sent_it():
     async with offering() as rig:
         rig.prefill.report = {"verdict": "reused", "prompt_tokens": 48, "reused_tokens": 30}
         answer = await rig.post(asking(stream=True), RESPONSES)
-        sent = rig.decode.seen[-1].json
+        [sent] = [seen.json for seen in rig.decode.seen if seen.path == RESPONSES]
         made = answer_of(sent["request_id"], sent, output_of(sent))
         events = b"".join(response_events(made))
         assert events.count(b'"cached_tokens": 48') == 1
