@@ -23,6 +23,7 @@ CONNECTOR_README = ROOT / "connector" / "README.md"
 CLI_README = ROOT / "cli" / "README.md"
 TURNS = ROOT / "docs" / "turns.md"
 SECURITY = ROOT / "docs" / "security.md"
+BAREMETAL = ROOT / "deploy" / "baremetal" / "README.md"
 DOCUMENTS = (
     README,
     ARCHITECTURE,
@@ -35,6 +36,7 @@ DOCUMENTS = (
     SECURITY,
     ROOT / "docs" / "clients.md",
     *sorted((ROOT / "docs" / "api").glob("*.md")),
+    BAREMETAL,
 )
 PACKAGES = (
     "connector/kvturn_connector",

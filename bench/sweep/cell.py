@@ -60,6 +60,10 @@ class Row:
     """Tokens from the engine's own prefix cache; -1 as above."""
     verdict: str
     """Why KV was reused or not; empty as above."""
+    read_bytes: int
+    """Bytes of KV read from decode; -1 as above."""
+    read_ms: float
+    """How long the read took; -1 as above."""
     ttft_ms: float
     """Time to the first piece of the answer."""
     latency_ms: float

@@ -44,6 +44,8 @@ class Line:
     """Median."""
     reused_tokens: float
     """Median; -1 where the driver is not told."""
+    read_gb_per_s: float | None
+    """Median pace of the reads; None if there was none."""
     ttft_ms: Spread
     latency_ms: Spread
     verdicts: str
@@ -65,6 +67,7 @@ def lines(rows: Iterable[Row]) -> list[Line]:
 
 def _line(cell: Cell, arm: str, group: Sequence[Row]) -> Line:
     good = [row for row in group if row.turn > 1 and not row.error]
+    paces = [row.read_bytes / row.read_ms / 1e6 for row in good if row.read_ms > 0]
     counted = Counter(row.verdict for row in good if row.verdict)
     return Line(
         cell=cell,
@@ -73,6 +76,7 @@ def _line(cell: Cell, arm: str, group: Sequence[Row]) -> Line:
         failed=sum(bool(row.error) for row in group),
         prompt_tokens=statistics.median(row.prompt_tokens for row in good),
         reused_tokens=statistics.median(row.reused_tokens for row in good),
+        read_gb_per_s=statistics.median(paces) if paces else None,
         ttft_ms=Spread.of([row.ttft_ms for row in good]),
         latency_ms=Spread.of([row.latency_ms for row in good]),
         verdicts=", ".join(f"{name} {number}" for name, number in counted.most_common()),
@@ -89,7 +93,8 @@ def ratio(line: Line, all_lines: Sequence[Line]) -> float | None:
 
 HEAD = (
     *("context", "turns", "at once", "reuse", "measured", "failed", "prompt tokens"),
-    *("reused tokens", "TTFT ms", "middle half", "times as fast", "latency ms", "verdicts"),
+    *("reused tokens", "read GB/s", "TTFT ms", "middle half", "times as fast", "latency ms"),
+    "verdicts",
 )
 
 
@@ -100,6 +105,7 @@ def cells_of(line: Line, all_lines: Sequence[Line]) -> tuple[str, ...]:
         *(str(line.cell.context), str(line.cell.turns), str(line.cell.concurrency), line.arm),
         *(str(line.count), str(line.failed), f"{line.prompt_tokens:.0f}"),
         f"{line.reused_tokens:.0f}" if line.reused_tokens >= 0 else "",
+        "" if line.read_gb_per_s is None else f"{line.read_gb_per_s:.2f}",
         f"{line.ttft_ms.median:.0f}",
         f"{line.ttft_ms.low:.0f} to {line.ttft_ms.high:.0f}",
         "" if faster is None else f"{faster:.2f}",
