@@ -6,9 +6,11 @@ import gc
 import logging
 import os
 import secrets
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -36,9 +38,11 @@ from kvturn_router.front.gate import QUESTIONS_MAX, Gate
 from kvturn_router.front.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.front.http_front import HttpFront
 from kvturn_router.front.http_wire import Listener, WireLimits
+from kvturn_router.front.metrics_front import MetricsFront
 from kvturn_router.leases.conversation_book import ConversationBook
 from kvturn_router.leases.lease_client import LeaseClient
 from kvturn_router.leases.router_session import RouterSession
+from kvturn_router.metrics import FAMILIES, LOOP_LAG, RouterMetrics
 from kvturn_router.request.intake import Intake
 from kvturn_router.request.keys import ApiKeys
 from kvturn_router.server import ListenError, RouterServer, address_of
@@ -48,6 +52,7 @@ from kvturn_router.turn.forward import Forwarder, LeaseReuse, TurnLimits
 from kvturn_router.turn.legs import Legs, RequestIds
 from kvturn_router.turn.stock import HandleBook
 from kvturn_router.turn.stock_reuse import StockReuse
+from kvturn_router.worker_pages import WorkerPages, WorkerPlace
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
 EXIT_OK = 0
@@ -72,27 +77,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(sys.argv[1:] if argv is None else argv)
 
 
-def run(argv: Sequence[str], worker: int = 0) -> int:
+def run(argv: Sequence[str], place: WorkerPlace | None = None) -> int:
     """Runs a router, or the workers of one; as `main`.
 
-    `worker` is its number, from 1, if it is one of several, which share their ports.
+    `place` is which of several workers it is, which share their ports; None if it is alone.
     """
     try:
         config = parse_config(argv)
     except ConfigError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_USAGE
-    who = f" worker {worker}" if worker else ""
+    who = f" worker {place.number}" if place is not None else ""
     logging.basicConfig(
         level=config.log_level.upper(),
         format=f"%(asctime)s %(levelname)s{who} %(name)s: %(message)s",
     )
-    if not worker:
+    if place is None:
         _warn(config)
     try:
         if config.workers > 1:
             return asyncio.run(_supervise(config, argv))
-        return _run_one(config, shares_ports=worker > 0)
+        return _run_one(config, place)
     except ListenError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_FAILED
@@ -104,11 +109,11 @@ def _warn(config: RouterConfig) -> None:
         logging.getLogger("kvturn.router").warning("%s", stray)
 
 
-def _run_one(config: RouterConfig, *, shares_ports: bool) -> int:
+def _run_one(config: RouterConfig, place: WorkerPlace | None) -> int:
     exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
     telemetry = Telemetry(exporter)
     try:
-        uvloop.run(_serve(config, telemetry, shares_ports=shares_ports))
+        uvloop.run(_serve(config, telemetry, place))
     finally:
         telemetry.shutdown()
     return EXIT_OK
@@ -120,7 +125,9 @@ async def _supervise(config: RouterConfig, argv: Sequence[str]) -> int:
     arguments = [*argv, "--workers=1", f"--port={http.port}"]
     if grpc is not None:
         arguments.append(f"--grpc-port={grpc.port}")
-    workers = Workers(config.workers, arguments, config.drain_notice_s + config.grace_s)
+    folder = _pages_folder()
+    grace_s = config.drain_notice_s + config.grace_s
+    workers = Workers(config.workers, arguments, grace_s, folder)
     stop = _stop_on_signals()
     try:
         return EXIT_OK if await workers.run(stop) else EXIT_FAILED
@@ -130,9 +137,22 @@ async def _supervise(config: RouterConfig, argv: Sequence[str]) -> int:
         return max(fault.status, EXIT_FAILED)
     finally:
         _ignore_signals()
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
         for held in (http, grpc):
             if held is not None:
                 held.close()
+
+
+def _pages_folder() -> str:
+    """Returns a new folder that nobody else can look into, "" if there can be none."""
+    try:
+        return tempfile.mkdtemp(prefix="kvturn-")
+    except OSError as error:
+        logging.getLogger("kvturn.router").warning(
+            "no folder for the workers' metrics, so each tells of itself alone: %s", error
+        )
+        return ""
 
 
 def _stop_on_signals() -> asyncio.Event:
@@ -150,9 +170,9 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _serve(config: RouterConfig, telemetry: Telemetry, *, shares_ports: bool) -> None:
+async def _serve(config: RouterConfig, telemetry: Telemetry, place: WorkerPlace | None) -> None:
     stop = _stop_on_signals()
-    server = compose(config, telemetry, shares_ports=shares_ports)
+    server = compose(config, telemetry, place)
     await server.start()
     _collect_rarely()
     _keep_memory()
@@ -191,56 +211,51 @@ def _keep_memory() -> None:
 
 
 def compose(
-    config: RouterConfig, telemetry: Telemetry, *, shares_ports: bool = False
+    config: RouterConfig, telemetry: Telemetry, place: WorkerPlace | None = None
 ) -> RouterServer:
-    """Builds a router from its settings. Call on the event loop that will run it."""
+    """Builds a router from its settings. Call on the event loop that will run it.
+
+    `place` is which of several workers it is, None if it is alone.
+    """
+    shares_ports = place is not None
     fleet = _fleet(config)
-    legs = Legs(RequestIds(), config.engine_authorization)
-    book = ConversationBook(config.conversations_max)
-    lease = _lease(config, fleet) if config.lease else None
-    room = WaitingRoom(
-        roles=(DECODE, PREFILL),
-        places=config.queue_places,
-        patience_ns=round(config.queue_s * 1e9),
-    )
-    forwarder = Forwarder(
-        fleet=fleet,
-        admission=Admission(fleet, room, boottime_ns),
-        legs=legs,
-        book=book,
-        tracer=telemetry.turns,
-        limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
-        costs=Costs(),
-        thresholds=config.thresholds,
-        clock_ns=boottime_ns,
-        lease=lease,
-        stock=_stock(config, legs) if config.stock_reuse else None,
-    )
-    keys = config.api_keys_file
-    intake = Intake(
-        config.tenant_header,
-        _new_conversation_id,
-        ApiKeys(watched_keys("--api-keys-file", keys)) if keys is not None else None,
-        config.session_headers,
-    )
+    forwarder = _forwarder(config, fleet, telemetry)
+    intake = _intake(config)
     gate = Gate(config.turns_max)
     bodies = BodyBudget(config.bodies_bytes_max)
+    admins = _admin_keys(config)
     front = HttpFront(
         intake=intake,
         forwarder=forwarder,
         fleet=fleet,
-        engines=_engines_front(config, fleet, one_of_several=shares_ports),
+        engines=EnginesFront(
+            fleet,
+            admin_keys=admins,
+            anyone_may_see=config.api_keys_file is None,
+            one_of_several=shares_ports,
+        ),
+        metrics=MetricsFront(
+            FAMILIES,
+            lambda: pages.all(),
+            admin_keys=admins,
+            anyone_may_read=config.api_keys_file is None or config.metrics_without_key,
+        ),
         gate=gate,
         authorization=config.engine_authorization,
     )
+    listener = Listener(
+        front.serve,
+        WireLimits(config.body_bytes_max, config.head_bytes_max),
+        bodies,
+        None if intake.keys is None else front.admit,
+    )
+    grpc = _grpc(config, intake, forwarder, gate, bodies, fleet, shares_ports)
+    lag = LOOP_LAG.histogram()
+    metrics = RouterMetrics(forwarder, gate, bodies, listener, grpc, telemetry.queue, lag)
+    pages = WorkerPages(place, metrics.page)
     return RouterServer(
         config,
-        listener=Listener(
-            front.serve,
-            WireLimits(config.body_bytes_max, config.head_bytes_max),
-            bodies,
-            None if intake.keys is None else front.admit,
-        ),
+        listener=listener,
         fleet=fleet,
         health=HealthWatch(
             fleet,
@@ -251,10 +266,45 @@ def compose(
         ),
         forwarder=forwarder,
         gate=gate,
-        lease=lease,
-        grpc=_grpc(config, intake, forwarder, gate, bodies, fleet, shares_ports),
+        lease=forwarder.lease,
+        grpc=grpc,
+        pages=pages,
+        lag=lag,
         shares_ports=shares_ports,
         tls=None if config.tls is None else ServerTls(config.tls),
+    )
+
+
+def _forwarder(config: RouterConfig, fleet: Fleet, telemetry: Telemetry) -> Forwarder:
+    legs = Legs(RequestIds(), config.engine_authorization)
+    room = WaitingRoom(
+        roles=(DECODE, PREFILL),
+        places=config.queue_places,
+        patience_ns=round(config.queue_s * 1e9),
+    )
+    return Forwarder(
+        fleet=fleet,
+        admission=Admission(fleet, room, boottime_ns),
+        legs=legs,
+        book=ConversationBook(config.conversations_max),
+        tracer=telemetry.turns,
+        limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
+        costs=Costs(),
+        thresholds=config.thresholds,
+        clock_ns=boottime_ns,
+        lease=_lease(config, fleet) if config.lease else None,
+        stock=_stock(config, legs) if config.stock_reuse else None,
+    )
+
+
+def _intake(config: RouterConfig) -> Intake:
+    keys = config.api_keys_file
+    return Intake(
+        config.tenant_header,
+        _new_conversation_id,
+        ApiKeys(watched_keys("--api-keys-file", keys)) if keys is not None else None,
+        config.session_headers,
+        boottime_ns,
     )
 
 
@@ -277,14 +327,9 @@ def _stock(config: RouterConfig, legs: Legs) -> StockReuse:
     return StockReuse(handles, Recognition(config.conversations_max), legs, boottime_ns)
 
 
-def _engines_front(config: RouterConfig, fleet: Fleet, *, one_of_several: bool) -> EnginesFront:
+def _admin_keys(config: RouterConfig) -> ApiKeys | None:
     keys = config.admin_keys_file
-    return EnginesFront(
-        fleet,
-        admin_keys=ApiKeys(watched_keys("--admin-keys-file", keys)) if keys is not None else None,
-        anyone_may_see=config.api_keys_file is None,
-        one_of_several=one_of_several,
-    )
+    return None if keys is None else ApiKeys(watched_keys("--admin-keys-file", keys))
 
 
 def _grpc(

@@ -97,6 +97,8 @@ class RouterConfig:
     """The same for the lease service; without authorities there is no TLS."""
     lease_token_file: Path | None
     """The token that shows the lease service who calls."""
+    metrics_without_key: bool
+    """Whether /metrics is for anybody even where clients need a key; else it is for operators."""
     otlp_endpoint: str | None
     """Where spans go, None for nowhere."""
     connect_timeout_s: float
@@ -314,6 +316,9 @@ _REPEATED: Final = (
 )
 _SWITCHES: Final = (
     _Flag("no-grpc", _switch, False, "", "no gRPC front"),
+    _Flag(
+        "metrics-without-key", _switch, False, "", "let anybody read /metrics, also with API keys"
+    ),
     _Flag("stock-reuse", _switch, False, "", "reuse through stock engines' own handles"),
 )
 _ALL: Final = (*_FLAGS, *_REPEATED, *_SWITCHES)
@@ -397,6 +402,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         engine_tls=_tls_files(values, "engine", "ca"),
         lease_tls=_tls_files(values, "lease", "ca"),
         lease_token_file=values["lease_token_file"],
+        metrics_without_key=values["metrics_without_key"],
         otlp_endpoint=values["otlp_endpoint"],
         connect_timeout_s=values["connect_timeout_s"],
         prefill_timeout_s=values["prefill_timeout_s"],

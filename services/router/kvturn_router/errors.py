@@ -70,6 +70,17 @@ class TurnError(Exception):
         return headers
 
 
+class ErrorCounts:
+    """How many errors one front has answered, by reason. The code's reasons are few."""
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, int] = {}
+
+    def add(self, error: TurnError) -> None:
+        """Counts an error that is answered."""
+        self.by_reason[error.reason] = self.by_reason.get(error.reason, 0) + 1
+
+
 def bad_field(name: str, message: str) -> TurnError:
     """Returns the 400 that names a field of the request."""
     return TurnError(400, message, reason="FIELD_INVALID", param=name)

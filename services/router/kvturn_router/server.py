@@ -8,6 +8,7 @@ import resource
 import socket
 from typing import Final
 
+from kvturn.metrics import Histogram
 from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
 from kvturn_router.engines.fleet import Fleet
@@ -17,6 +18,7 @@ from kvturn_router.front.gate import Gate
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import ClientConnection, Listener
 from kvturn_router.turn.forward import Forwarder, LeaseReuse
+from kvturn_router.worker_pages import WorkerPages
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
@@ -36,6 +38,7 @@ class ListenError(Exception):
 class RouterServer:
     """Runs the parts that it is given, together. `grpc` is None for no gRPC front.
 
+    `lag` takes by how many seconds the event loop is late.
     With `shares_ports` other processes may listen on the same ports; without it
     two routers on one port must not share it unnoticed.
     """
@@ -51,6 +54,8 @@ class RouterServer:
         gate: Gate,
         lease: LeaseReuse | None,
         grpc: GrpcFront | None,
+        pages: WorkerPages,
+        lag: Histogram,
         shares_ports: bool = False,
         tls: ServerTls | None = None,
     ) -> None:
@@ -64,6 +69,8 @@ class RouterServer:
         self._gate = gate
         self._lease = lease
         self._grpc = grpc
+        self._pages = pages
+        self._lag = lag
         self._server: asyncio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
@@ -83,6 +90,7 @@ class RouterServer:
         """
         _allow_many_connections()
         server = await self._bind()
+        await self._pages.start()
         self._start_asking()
         await self._until_settled()
         await self._listen(server)
@@ -188,6 +196,7 @@ class RouterServer:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._pages.stop()
         self._forwarder.tell_all()
         if self._lease is not None:
             await self._lease.session.stop()
@@ -243,7 +252,9 @@ class RouterServer:
     async def _sweep(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
+            due = loop.time() + _SWEEP_S
             await asyncio.sleep(_SWEEP_S)
+            self._lag.observe(max(loop.time() - due, 0.0))
             self._listener.sweep(loop.time())
             self._fleet.sweep()
 

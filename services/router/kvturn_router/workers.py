@@ -78,10 +78,13 @@ class HeldPort:
 class Workers:
     """Keeps `count` workers running. `arguments` are a worker's flags, its ports among them.
 
+    `folder` is where they tell each other their metrics, "" for not.
     `grace_s` is how long a worker may serve on once it is told to end.
     """
 
-    def __init__(self, count: int, arguments: Sequence[str], grace_s: float) -> None:
+    def __init__(
+        self, count: int, arguments: Sequence[str], grace_s: float, folder: str = ""
+    ) -> None:
         assert count >= 1
         self._count = count
         self._command = (
@@ -91,7 +94,7 @@ class Workers:
             "kvturn_router.worker",
             str(os.getpid()),
         )
-        self._arguments = tuple(arguments)
+        self._arguments = (folder, *arguments)
         self._grace_s = grace_s
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._listening: set[int] = set()

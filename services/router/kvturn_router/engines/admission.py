@@ -5,13 +5,24 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from kvturn_router.engines.fleet import Fleet
+from kvturn.metrics import Family, Histogram
+from kvturn_router.engines.fleet import DECODE, PREFILL, Fleet
 from kvturn_router.engines.waiting import NoPlace, NoRoom, WaitingRoom
 from kvturn_router.errors import TurnError
 
 C = TypeVar("C")
 
 _RETRY_AFTER_S = 1
+_NS = 1e9
+
+WAIT = Family(
+    "kvturn_router_queue_seconds",
+    "histogram",
+    "Time that a turn waited for an engine with room, by the role that it waited for last; only "
+    "turns that had to wait.",
+    ("role",),
+    (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
 
 
 class Admission:
@@ -21,7 +32,9 @@ class Admission:
     """
 
     def __init__(self, fleet: Fleet, room: WaitingRoom, clock_ns: Callable[[], int]) -> None:
-        self._room = room
+        self.room = room
+        self.waits: dict[str, Histogram] = {role: WAIT.histogram() for role in (PREFILL, DECODE)}
+        """By role."""
         self._clock_ns = clock_ns
         self._timer: asyncio.TimerHandle | None = None
         fleet.prefills.turned = fleet.decodes.turned = room.serve
@@ -42,7 +55,7 @@ class Admission:
         waited too long.
         """
         try:
-            waiting = self._room.claim(try_to, self._clock_ns())
+            waiting = self.room.claim(try_to, self._clock_ns())
             claim = waiting.result()
             if claim is not None:
                 return claim
@@ -52,10 +65,13 @@ class Admission:
             try:
                 await done
             except asyncio.CancelledError:
-                self._room.leave(waiting)
+                self.room.leave(waiting)
                 if waiting.claim is not None:
                     give_back(waiting.claim)
                 raise
+            finally:
+                waited_ns = self._clock_ns() - waiting.since_ns
+                self.waits[waiting.role].observe(waited_ns / _NS)
             claim = waiting.result()
         except NoPlace as problem:
             raise TurnError(
@@ -65,14 +81,14 @@ class Admission:
         return claim
 
     def _arm(self) -> None:
-        due_ns = self._room.next_deadline_ns()
+        due_ns = self.room.next_deadline_ns()
         if self._timer is None and due_ns is not None:
             left_s = max(due_ns - self._clock_ns(), 0) / 1e9
             self._timer = asyncio.get_running_loop().call_later(left_s, self._expire)
 
     def _expire(self) -> None:
         self._timer = None
-        self._room.expire(self._clock_ns())
+        self.room.expire(self._clock_ns())
         self._arm()
 
 

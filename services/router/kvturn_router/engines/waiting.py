@@ -72,7 +72,7 @@ class WaitingRoom:
         assert places >= 0
         self._rank = {role: rank for rank, role in enumerate(roles)}
         self._lines: dict[str, deque[Waiting[Any]]] = {role: deque() for role in roles}
-        self._places = places
+        self.places = places
         self._patience_ns = patience_ns
         self._came = 0
         self._serving = False
@@ -80,6 +80,10 @@ class WaitingRoom:
     def __len__(self) -> int:
         """How many wait."""
         return sum([len(line) for line in self._lines.values()])
+
+    def depths(self) -> dict[str, int]:
+        """Returns how many wait in the line of each role."""
+        return {role: len(line) for role, line in self._lines.items()}
 
     def claim(self, try_to: Callable[[], C], now_ns: int) -> Waiting[C]:
         """Claims at once if there is room, else stands in line.
@@ -93,7 +97,7 @@ class WaitingRoom:
         try:
             waiting.claim = try_to()
         except NoRoom as missing:
-            if len(self) >= self._places:
+            if len(self) >= self.places:
                 raise NoPlace(
                     f"All engines are busy, and {len(self)} turns wait for one, which is the most"
                 ) from None

@@ -12,18 +12,18 @@ class BodyBudget:
     `left` is what may still come; whoever takes of it gives it back.
     """
 
-    __slots__ = ("_bytes_max", "left")
+    __slots__ = ("bytes_max", "left")
 
     def __init__(self, bytes_max: int) -> None:
         assert bytes_max >= 1
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self.left = bytes_max
 
     def exhausted(self) -> TurnError:
         """Returns the refusal of a body for which nothing is left."""
         return TurnError(
             503,
-            f"The bodies of all requests have {self._bytes_max} bytes, which is the most at once.",
+            f"The bodies of all requests have {self.bytes_max} bytes, which is the most at once.",
             reason="BODIES_EXHAUSTED",
             retry_after_s=1,
         )

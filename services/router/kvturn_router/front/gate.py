@@ -29,7 +29,7 @@ class Gate:
         question_s: float = QUESTION_S,
     ) -> None:
         assert turns_max >= 1
-        self._turns_max = turns_max
+        self.turns_max = turns_max
         self._questions_max = questions_max
         self._question_s = question_s
         self.turns = 0
@@ -42,10 +42,10 @@ class Gate:
         """Counts a turn in; `leave` must follow. Raises TurnError 429 or 503."""
         if self._closed:
             raise TurnError(503, "The router is shutting down.", reason="DRAINING", retry_after_s=1)
-        if self.turns >= self._turns_max:
+        if self.turns >= self.turns_max:
             raise TurnError(
                 429,
-                f"{self._turns_max} turns are being served, which is the most at once.",
+                f"{self.turns_max} turns are being served, which is the most at once.",
                 reason="TOO_MANY_TURNS",
                 retry_after_s=1,
             )

@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.engines.fleet import Fleet
-from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.errors import ErrorCounts, TurnError, bad_field
 from kvturn_router.front.body_budget import BodyBudget
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.grpc_answer import GrpcAnswer
@@ -52,7 +52,10 @@ _PATHS: Final = {
 
 
 class RouterServicer(router_pb2_grpc.RouterServiceServicer):
-    """Implements kvturn.v1.RouterService. `body_bytes_max` bounds a request's body."""
+    """Implements kvturn.v1.RouterService. `body_bytes_max` bounds a request's body.
+
+    Its methods raise TurnError; `GrpcFront` tells the caller.
+    """
 
     def __init__(
         self,
@@ -71,46 +74,37 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         self, request: router_pb2.ChatRequest, context: Context
     ) -> None:
         """Serves one turn as a stream of the engine's own chunks."""
-        try:
-            turn = self._turn(request, context, stream=True)
-            async with self._serving(turn) as answer:
-                report = await answer.begun()
-                # Apart from the first message, even if there is none: a write that is given up
-                # would leave it unclear whether it was sent, and no status could follow.
-                await context.send_initial_metadata(answer.metadata(turn.request_id))
-                first = report_message(turn.key.conversation_id, report)
-                await _write(context, router_pb2.ChatResponse(report=first))
-                while (chunk := await answer.next_chunk()) is not None:
-                    await _write(context, router_pb2.ChatResponse(chunk_json=chunk))
-        except TurnError as error:
-            await abort(context, error)
+        turn = self._turn(request, context, stream=True)
+        async with self._serving(turn) as answer:
+            report = await answer.begun()
+            # Apart from the first message, even if there is none: a write that is given up
+            # would leave it unclear whether it was sent, and no status could follow.
+            await context.send_initial_metadata(answer.metadata(turn.request_id))
+            first = report_message(turn.key.conversation_id, report)
+            await _write(context, router_pb2.ChatResponse(report=first))
+            while (chunk := await answer.next_chunk()) is not None:
+                await _write(context, router_pb2.ChatResponse(chunk_json=chunk))
 
     async def Complete(
         self, request: router_pb2.CompleteRequest, context: Context
     ) -> router_pb2.CompleteResponse:
         """Serves one turn as a whole answer."""
-        try:
-            turn = self._turn(request, context, stream=False)
-            async with self._serving(turn) as answer:
-                report = await answer.begun()
-                body = await answer.whole()
-                await _send_metadata(context, turn, answer)
-                return router_pb2.CompleteResponse(
-                    report=report_message(turn.key.conversation_id, report), body_json=body
-                )
-        except TurnError as error:
-            await abort(context, error)
+        turn = self._turn(request, context, stream=False)
+        async with self._serving(turn) as answer:
+            report = await answer.begun()
+            body = await answer.whole()
+            await _send_metadata(context, turn, answer)
+            return router_pb2.CompleteResponse(
+                report=report_message(turn.key.conversation_id, report), body_json=body
+            )
 
     async def GetConversation(
         self, request: router_pb2.GetConversationRequest, context: Context
     ) -> router_pb2.GetConversationResponse:
         """Returns what the router knows of a conversation."""
-        try:
-            key = self._key(request.conversation_id, request.model, context)
-            async with self._gate.question():
-                view = await self._forwarder.conversation(key)
-        except TurnError as error:
-            await abort(context, error)
+        key = self._key(request.conversation_id, request.model, context)
+        async with self._gate.question():
+            view = await self._forwarder.conversation(key)
         return router_pb2.GetConversationResponse(
             turns=[report_message(each, report) for each, report in view.turns],
             held=map(held_message, view.held),
@@ -122,12 +116,9 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context: Context,
     ) -> router_pb2.RouterServiceEndConversationResponse:
         """Ends a conversation; its KV is freed at once."""
-        try:
-            key = self._key(request.conversation_id, request.model, context)
-            async with self._gate.question():
-                ended = await self._forwarder.end_conversation(key)
-        except TurnError as error:
-            await abort(context, error)
+        key = self._key(request.conversation_id, request.model, context)
+        async with self._gate.question():
+            ended = await self._forwarder.end_conversation(key)
         return router_pb2.RouterServiceEndConversationResponse(leases_ended=ended)
 
     async def KeepConversationAlive(
@@ -136,16 +127,13 @@ class RouterServicer(router_pb2_grpc.RouterServiceServicer):
         context: Context,
     ) -> router_pb2.RouterServiceKeepConversationAliveResponse:
         """Keeps a conversation's KV for a client that will be back."""
-        try:
-            key = self._key(request.conversation_id, request.model, context)
-            absence_s = None
-            if request.HasField("absence"):
-                absence_s = request.absence.seconds + request.absence.nanos / 1e9
-                checked_absence_s("absence", absence_s)
-            async with self._gate.question():
-                kept_s = await self._forwarder.keep_alive(key, absence_s)
-        except TurnError as error:
-            await abort(context, error)
+        key = self._key(request.conversation_id, request.model, context)
+        absence_s = None
+        if request.HasField("absence"):
+            absence_s = request.absence.seconds + request.absence.nanos / 1e9
+            checked_absence_s("absence", absence_s)
+        async with self._gate.question():
+            kept_s = await self._forwarder.keep_alive(key, absence_s)
         return router_pb2.RouterServiceKeepConversationAliveResponse(kept=duration(kept_s * 1000))
 
     def _turn(
@@ -239,6 +227,8 @@ class GrpcFront:
         self._message_s = message_s
         self.used = False
         """Whether any call was made."""
+        self.errors = ErrorCounts()
+        """Errors that were answered."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=calls_max,
@@ -331,6 +321,7 @@ class GrpcFront:
                 with self._bodies.holding(size):
                     return await method(request, context)
             except TurnError as error:
+                self.errors.add(error)
                 await abort(context, error)
 
         return call

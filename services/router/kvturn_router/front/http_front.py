@@ -15,6 +15,7 @@ from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.http_wire import HttpAnswer, HttpRequest
+from kvturn_router.front.metrics_front import METRICS, MetricsFront
 from kvturn_router.request.body import given_number, parse
 from kvturn_router.request.conversation import (
     ConversationKey,
@@ -37,7 +38,7 @@ from kvturn_router.turn.legs import engine_error, no_engine, relayed_headers, wh
 logger = logging.getLogger("kvturn.router.http")
 
 _CONVERSATIONS: Final = "/kvturn/v1/conversations/"
-_WITHOUT_KEY: Final = (b"/health", b"/ready", b"/kvturn/v1/engines")
+_WITHOUT_KEY: Final = (b"/health", b"/ready", b"/metrics", b"/kvturn/v1/engines")
 """How targets begin that need no key, or an operator's; all others are judged once more."""
 _ROUTES: Final = ", ".join(
     (
@@ -51,6 +52,7 @@ _ROUTES: Final = ", ".join(
         DRAIN,
         "/health",
         "/ready",
+        METRICS,
     )
 )
 _PATH_SHOWN_MAX: Final = 256
@@ -128,6 +130,7 @@ class HttpFront:
         forwarder: Forwarder,
         fleet: Fleet,
         engines: EnginesFront,
+        metrics: MetricsFront,
         gate: Gate,
         authorization: bytes | None,
     ) -> None:
@@ -135,6 +138,7 @@ class HttpFront:
         self._forwarder = forwarder
         self._fleet = fleet
         self._engines = engines
+        self._metrics = metrics
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
@@ -185,6 +189,9 @@ class HttpFront:
         elif path == "/ready":
             _allow(request, "GET")
             self._ready(answer)
+        elif path == METRICS:
+            _allow(request, "GET")
+            self._run(answer, lambda: self._metrics.serve(answer, request))
         elif path in (ENGINES, DRAIN):
             self._engines.serve(answer, request, path, query)
         elif path.startswith(_CONVERSATIONS):

@@ -18,7 +18,7 @@ from typing import Final, Protocol, cast
 import httptools
 import msgspec
 
-from kvturn_router.errors import TurnError
+from kvturn_router.errors import ErrorCounts, TurnError
 from kvturn_router.front.body_budget import BodyBudget
 
 _AHEAD_MAX: Final = 16
@@ -172,6 +172,8 @@ class Listener:
     bodies: BodyBudget
     admit: Admit | None = None
     connections: set["ClientConnection"] = field(default_factory=set)
+    errors: ErrorCounts = field(default_factory=ErrorCounts)
+    """Errors that were answered."""
     draining: bool = False
     """Whether each connection is closed after the request that it serves, or serves next."""
     emptied: asyncio.Event = field(default_factory=asyncio.Event)
@@ -231,6 +233,8 @@ class HttpAnswer:
 
     def refuse(self, error: TurnError, headers: Sequence[tuple[bytes, bytes]] = ()) -> None:
         """Sends an error, and closes the connection if the request was not read whole."""
+        if self._connection is not None:
+            self._connection.listener.errors.add(error)
         self.whole(error.status, [*error.headers(), *headers], error.body())
 
     def begin(
@@ -695,6 +699,7 @@ class ClientConnection(asyncio.Protocol):
         if error is None or self._closing:
             return
         self._closing = True
+        self.listener.errors.add(error)
         self._began = self.loop.time()
         body = error.body()
         more = b"content-length: %d\r\nconnection: close\r\n" % len(body)

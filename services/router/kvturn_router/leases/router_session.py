@@ -143,6 +143,11 @@ class RouterSession:
         """Whether a session has begun, or nobody was found to begin one with."""
         return self.sessions > 0 or not self.turns.answering
 
+    @property
+    def up(self) -> bool:
+        """Whether there is a session now, and turns are answered on it."""
+        return bool(self._endpoint) and self.turns.answering
+
     # --- turns ------------------------------------------------------------------------------------
 
     def begin(

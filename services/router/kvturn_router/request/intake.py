@@ -54,6 +54,7 @@ class TurnRequest(msgspec.Struct):
     no conversation: the history decides, and the key's id is that of a new one.
     `scope` is what the client named, a conversation or a scope, "" for neither.
     `response` is the response that the turn goes on with, None if it names none.
+    `came_ns` is when it was there whole, by CLOCK_BOOTTIME, 0 if not known.
     """
 
     path: str
@@ -70,6 +71,7 @@ class TurnRequest(msgspec.Struct):
     recognise: bool = False
     scope: str = ""
     response: ResponseName | None = None
+    came_ns: int = 0
 
 
 class Sender(msgspec.Struct, frozen=True):
@@ -109,6 +111,10 @@ def client_request_id(headers: Mapping[str, str]) -> str | None:
     return request_id if request_id and _client_id.fullmatch(request_id) else None
 
 
+def _no_clock_ns() -> int:
+    return 0
+
+
 @dataclass(frozen=True, slots=True)
 class Intake:
     """Reads requests.
@@ -117,13 +123,14 @@ class Intake:
     None to use API keys. `mint` returns a new conversation id within a scope,
     or within none (""), that nobody can guess. `keys` are those of which a
     client must bring one, None to let engines judge. `session_headers` are the
-    lower-case names of headers that name a scope.
+    lower-case names of headers that name a scope. `clock_ns` is CLOCK_BOOTTIME.
     """
 
     tenant_header: str | None
     mint: Callable[[str], str]
     keys: ApiKeys | None = None
     session_headers: Sequence[str] = SESSION_HEADERS
+    clock_ns: Callable[[], int] = _no_clock_ns
 
     def tenant(self, headers: Mapping[str, str]) -> str:
         """Returns who a request comes from. Raises TurnError: 401, or 400 as `tenant_of`."""
@@ -171,6 +178,7 @@ class Intake:
         kept with these very headers: they are read once. Raises TurnError 400
         naming what is wrong.
         """
+        came_ns = self.clock_ns()
         named_tenant = None if self.keys is None else self.keys.name_of(headers)
         sender = None if memo is None else memo.get("sender")
         if not isinstance(sender, Sender):
@@ -214,6 +222,7 @@ class Intake:
             recognise=not named.conversation_id,
             scope=named.conversation_id or named.scope,
             response=response,
+            came_ns=came_ns,
         )
 
 

@@ -47,6 +47,8 @@ class SpanQueue:
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
+        self.sent = self.dropped = 0
+        """Spans delivered, and those that did not fit or could not be delivered."""
         self._spans: list[bytes] = []
         self._lock = threading.Lock()
         self._wanted = threading.Event()
@@ -55,11 +57,18 @@ class SpanQueue:
         self._thread = threading.Thread(target=self._run, daemon=True, name="spans")
         self._thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Spans that wait."""
+        return len(self._spans)
+
     def put(self, span: bytes) -> None:
         """Takes a span, if there is room."""
         waiting = len(self._spans)
         if waiting < _QUEUE_MAX:
             self._spans.append(span)
+        else:
+            self.dropped += 1
         if waiting == _BATCH_MAX:
             self._wanted.set()
 
@@ -93,6 +102,10 @@ class SpanQueue:
         except Exception as error:  # a fault of the exporter is not the turn's
             delivered = False
             reason = type(error).__name__
+        if delivered:
+            self.sent += len(spans)
+        else:
+            self.dropped += len(spans)
         if not delivered and self._delivering:
             logger.warning("spans cannot be delivered (%s); they are dropped", reason)
         elif delivered and not self._delivering:

@@ -137,15 +137,15 @@ class Telemetry:
     """
 
     def __init__(self, exporter: SpanExporter | None) -> None:
-        self._queue = None if exporter is None else SpanQueue(exporter)
-        self.turns = TurnTracer(self._queue)
+        self.queue = None if exporter is None else SpanQueue(exporter)
+        self.turns = TurnTracer(self.queue)
 
     def flush(self) -> None:
         """Exports the spans that have ended, and returns when that is done."""
-        if self._queue is not None:
-            self._queue.flush()
+        if self.queue is not None:
+            self.queue.flush()
 
     def shutdown(self) -> None:
         """Exports what is left, for at most 1 s."""
-        if self._queue is not None:
-            self._queue.shutdown()
+        if self.queue is not None:
+            self.queue.shutdown()

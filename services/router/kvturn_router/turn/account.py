@@ -26,6 +26,12 @@ class Account(msgspec.Struct):
     """One turn's account, filled in as the turn goes on. Times are CLOCK_BOOTTIME, 0 for never."""
 
     began_ns: int
+    came_ns: int = 0
+    """When its request was there whole, 0 if not known."""
+    question_ns: int = 0
+    """How long it waited for the lease service."""
+    queued_ns: int = 0
+    """How long it waited for room on engines."""
     number: int = 0
     """Number of the turn in its conversation, 0 if not known."""
     verdict: Verdict = Verdict.NOT_OFFERED
@@ -35,12 +41,14 @@ class Account(msgspec.Struct):
     lease_id: str = ""
     prefill_url: str = ""
     prefill_ms: float = 0.0
+    prefill_attempts: int = 0
     answer: PrefillAnswer = NOTHING
     """What prefill said last."""
     not_computed: int | None = None
     """The most prompt tokens that no engine computed, None without a prefill leg."""
     read_failed: bool = False
     decode_url: str = ""
+    decode_attempts: int = 0
     decode_began_ns: int = 0
     first_byte_ns: int = 0
     ended_ns: int = 0
@@ -92,6 +100,14 @@ class Account(msgspec.Struct):
                 return self.usage.cached_tokens
             return self.retained.local_cached_tokens if self.retained is not None else 0
         return self.answer.cached_tokens or 0
+
+    def overhead_ns(self) -> int:
+        """Returns the time until decode was asked that was neither engines' nor spent waiting.
+
+        Only of a turn with one attempt per leg.
+        """
+        waits_ns = self.question_ns + self.queued_ns + int(self.prefill_ms * _NS_PER_MS)
+        return max(self.decode_began_ns - (self.came_ns or self.began_ns) - waits_ns, 0)
 
     def report(self) -> TurnReport:
         """Returns how the turn was served, as far as is known by now."""

@@ -52,6 +52,7 @@ from kvturn_router.request.responses import (
 )
 from kvturn_router.telemetry.turn_trace import TurnSpan, TurnTracer
 from kvturn_router.turn.account import Account
+from kvturn_router.turn.counts import Outcome, TurnCounts
 from kvturn_router.turn.legs import Legs, engine_error, no_engine, refusal_of, whole_body
 from kvturn_router.turn.prefill_answer import (
     decode_transfer,
@@ -138,6 +139,7 @@ class Forwarder:
         self.lease = lease
         self.stock = stock
         self._turns: set[_Turn] = set()
+        self.counts = TurnCounts()
         self.awaiting_grant: set[_Turn] = set()
         """Turns that were served and of which only the grant will tell all."""
         self._releases: set[asyncio.Task[None]] = set()
@@ -234,7 +236,8 @@ class _Turn:
         self._request = request
         # Responses say no token ids, so handles of theirs could not be checked.
         self._stock = None if request.path == RESPONSES else forwarder.stock
-        self._account = Account(forwarder.clock_ns())
+        self._account = Account(forwarder.clock_ns(), request.came_ns)
+        self._outcome = Outcome.ROUTER_ERROR
         self._span = forwarder.tracer.begin(request.trace)
         self._task = asyncio.current_task(forwarder.loop)
         self._ending: TurnError | None = None
@@ -256,12 +259,17 @@ class _Turn:
         fault: str | None = "the client is gone"
         try:
             fault = await self._serve()
+            self._outcome = Outcome.OK if fault is None else Outcome.ENGINE_ERROR
         except TurnError as error:
             fault = error.message
+            client = error.status < 500
+            self._outcome = Outcome.CLIENT_ERROR if client else Outcome.ENGINE_ERROR
             raise
         except asyncio.CancelledError:
             if self._ending is None:
+                self._outcome = Outcome.HUNG_UP
                 raise
+            self._outcome = Outcome.SHUT_DOWN
             fault = self._ending.message
             if not self._relay.started:
                 raise self._ending from None
@@ -328,6 +336,7 @@ class _Turn:
     async def _ask(self, session: RouterSession, reuse: bool) -> Resolution:
         request = self._request
         span = self._span.child("resolve")
+        asked_ns = self._forwarder.clock_ns()
         turn = self._session_turn = session.begin(
             request.key,
             self._history.points,
@@ -338,6 +347,7 @@ class _Turn:
         try:
             resolution = await session.resolution(turn)
         finally:
+            self._account.question_ns = self._forwarder.clock_ns() - asked_ns
             span.end({"kvturn.lease_id": turn.resolution.lease_id if turn.resolution else ""})
         if turn.conversation_id != request.key.conversation_id:
             request.key = request.key._replace(conversation_id=turn.conversation_id)
@@ -357,7 +367,7 @@ class _Turn:
             admission = self._forwarder.admission
             plan = admission.claim_now(self._claim)
             if plan is None:
-                plan = await admission.claim(self._claim, _give_back)
+                plan = await self._queue(admission)
             fault = None
         except TurnError as error:
             fault = error.message
@@ -366,6 +376,14 @@ class _Turn:
             span.end({"kvturn.plan": self._account.kind or ""}, fault=fault)
         self._held = [engine for engine in (plan.prefill, plan.decode) if engine is not None]
         return plan
+
+    async def _queue(self, admission: Admission) -> Plan[Engine]:
+        clock_ns = self._forwarder.clock_ns
+        came_ns = clock_ns()
+        try:
+            return await admission.claim(self._claim, _give_back)
+        finally:
+            self._account.queued_ns += clock_ns() - came_ns
 
     def _claim(self) -> Plan[Engine]:
         forwarder = self._forwarder
@@ -536,6 +554,7 @@ class _Turn:
         account = self._account
         account.lease_id = lease_id or account.lease_id
         account.prefill_url = engine.url
+        account.prefill_attempts += 1
         span = self._span.child("prefill")
         transfer = prefill_transfer(
             self._kvturn(span, lease_id), [] if handle is None else StockReuse.keys(handle)
@@ -653,6 +672,7 @@ class _Turn:
             self._unfetched = (engine, transfer)
         self._relay.tap = StockTap(request) if asks_ids else None
         account.decode_began_ns = forwarder.clock_ns()
+        account.decode_attempts += 1
         exchange: Exchange | None = None
         fault: str | None = "given up"
         try:
@@ -765,6 +785,7 @@ class _Turn:
             self._stock.ended(request.key)
             if fault is None and self._relay.tap is not None:
                 self._stock.keep(request.key, self._relay.tap, account.decode_url)
+        forwarder.counts.over(account, self._outcome, streamed=request.stream)
         if self._span.recorded:
             self._span.end(account.attributes(request, report or account.report()), fault=fault)
 
