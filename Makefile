@@ -53,7 +53,7 @@ lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/buf lint
-	$(BIN)/shellcheck scripts/*.sh .ci/run
+	$(BIN)/shellcheck -x scripts/*.sh .ci/run deploy/baremetal/*.sh
 
 type: setup-fast ## Check types (mypy --strict)
 	$(BIN)/mypy

@@ -23,6 +23,7 @@ CONNECTOR_README = ROOT / "connector" / "README.md"
 CLI_README = ROOT / "cli" / "README.md"
 TURNS = ROOT / "docs" / "turns.md"
 SECURITY = ROOT / "docs" / "security.md"
+BAREMETAL = ROOT / "deploy" / "baremetal" / "README.md"
 DOCUMENTS = (
     README,
     ARCHITECTURE,
@@ -35,6 +36,7 @@ DOCUMENTS = (
     SECURITY,
     ROOT / "docs" / "clients.md",
     *sorted((ROOT / "docs" / "api").glob("*.md")),
+    BAREMETAL,
 )
 PACKAGES = (
     "connector/kvturn_connector",
@@ -63,7 +65,14 @@ FLAGS_OF_OTHERS = {
     "--enable-prompt-tokens-details",
     "--kv-transfer-config",
     "--otlp-traces-endpoint",
+    "--branch",
+    "--depth",
+    "--home-dir",
+    "--now",
+    "--send-conversation-id",
+    "--system",
 }
+SCRIPTS = sorted(BAREMETAL.parent.glob("*.sh"))
 FOLDERS = ("protos", "services", "connector", "cli", "tests", "scripts", "requirements")
 PLACES = {
     "lease/": "services/lease/kvturn_lease/",
@@ -216,10 +225,12 @@ def test_flags_of_up_and_its_companions_are_those_of_the_code(
 
 
 def test_no_flag_is_named_that_is_not_there(help_of: Callable[[str], str]) -> None:
-    """Every flag belongs to one of our commands or is one of vLLM's that are listed here."""
+    """Every flag belongs to a command or script of ours, or is one of others' that are listed."""
     known = set(FLAGS_OF_OTHERS)
     for command in COMMANDS:
         known |= set(re.findall(r"--[a-z][a-z-]*", help_of(command)))
+    for script in SCRIPTS:
+        known |= set(re.findall(r"^  (--[a-z-]+) ", script.read_text(), re.MULTILINE))
     for document in DOCUMENTS:
         named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", document.read_text()))
         assert named <= known, document.name
