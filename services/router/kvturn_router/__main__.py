@@ -39,6 +39,7 @@ from kvturn_router.front.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.front.http_front import HttpFront
 from kvturn_router.front.http_wire import Listener, WireLimits
 from kvturn_router.front.metrics_front import MetricsFront
+from kvturn_router.front.settings_front import SettingsFront
 from kvturn_router.leases.conversation_book import ConversationBook
 from kvturn_router.leases.lease_client import LeaseClient
 from kvturn_router.leases.router_session import RouterSession
@@ -239,6 +240,9 @@ def compose(
             lambda: pages.all(),
             admin_keys=admins,
             anyone_may_read=config.api_keys_file is None or config.metrics_without_key,
+        ),
+        settings=SettingsFront(
+            config, admin_keys=admins, anyone_may_see=config.api_keys_file is None
         ),
         gate=gate,
         authorization=config.engine_authorization,

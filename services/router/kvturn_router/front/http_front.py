@@ -16,6 +16,7 @@ from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.http_wire import HttpAnswer, HttpRequest
 from kvturn_router.front.metrics_front import METRICS, MetricsFront
+from kvturn_router.front.settings_front import SETTINGS, SettingsFront
 from kvturn_router.request.body import given_number, parse
 from kvturn_router.request.conversation import (
     ConversationKey,
@@ -38,7 +39,13 @@ from kvturn_router.turn.legs import engine_error, no_engine, relayed_headers, wh
 logger = logging.getLogger("kvturn.router.http")
 
 _CONVERSATIONS: Final = "/kvturn/v1/conversations/"
-_WITHOUT_KEY: Final = (b"/health", b"/ready", b"/metrics", b"/kvturn/v1/engines")
+_WITHOUT_KEY: Final = (
+    b"/health",
+    b"/ready",
+    b"/metrics",
+    b"/kvturn/v1/engines",
+    SETTINGS.encode(),
+)
 """How targets begin that need no key, or an operator's; all others are judged once more."""
 _ROUTES: Final = ", ".join(
     (
@@ -50,6 +57,7 @@ _ROUTES: Final = ", ".join(
         f"{_CONVERSATIONS}{{id}}/keepalive?model=M",
         ENGINES,
         DRAIN,
+        SETTINGS,
         "/health",
         "/ready",
         METRICS,
@@ -131,6 +139,7 @@ class HttpFront:
         fleet: Fleet,
         engines: EnginesFront,
         metrics: MetricsFront,
+        settings: SettingsFront,
         gate: Gate,
         authorization: bytes | None,
     ) -> None:
@@ -139,6 +148,7 @@ class HttpFront:
         self._fleet = fleet
         self._engines = engines
         self._metrics = metrics
+        self._settings = settings
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
@@ -194,6 +204,9 @@ class HttpFront:
             self._run(answer, lambda: self._metrics.serve(answer, request))
         elif path in (ENGINES, DRAIN):
             self._engines.serve(answer, request, path, query)
+        elif path == SETTINGS:
+            _allow(request, "GET")
+            self._settings.serve(answer, request)
         elif path.startswith(_CONVERSATIONS):
             self._conversation(answer, request, path.removeprefix(_CONVERSATIONS), query)
         else:
