@@ -141,6 +141,7 @@ async def test_operators_are_answered_as_documented(tmp_path: Path) -> None:
         engines, drain = "/kvturn/v1/engines", "/kvturn/v1/engines/drain"
         new = {"url": "http://127.0.0.1:1", "role": "decode"}
         await asker.ask("GET", engines)
+        await asker.ask("GET", "/kvturn/v1/settings")
         await asker.ask("POST", engines, body=new, key=OPERATOR)
         await asker.ask("POST", engines, body=new, status=401)
         await asker.ask("POST", engines, body={"url": "x"}, key=OPERATOR, status=400)

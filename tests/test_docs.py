@@ -11,6 +11,8 @@ import pytest
 
 from kvturn.v1 import common_pb2
 from kvturn_cli.__main__ import COMMANDS
+from kvturn_cli.doctor.report import TITLES
+from kvturn_cli.doctor.versions import VLLM_TESTED
 from kvturn_connector.config import ConfigError, ConnectorConfig
 from kvturn_router.verdict import Verdict
 
@@ -22,6 +24,7 @@ LEASE_README = ROOT / "services" / "lease" / "README.md"
 CONNECTOR_README = ROOT / "connector" / "README.md"
 CLI_README = ROOT / "cli" / "README.md"
 TURNS = ROOT / "docs" / "turns.md"
+DOCTOR = ROOT / "docs" / "doctor.md"
 SECURITY = ROOT / "docs" / "security.md"
 BAREMETAL = ROOT / "deploy" / "baremetal" / "README.md"
 DOCUMENTS = (
@@ -33,6 +36,7 @@ DOCUMENTS = (
     CONNECTOR_README,
     CLI_README,
     TURNS,
+    DOCTOR,
     SECURITY,
     ROOT / "docs" / "clients.md",
     *sorted((ROOT / "docs" / "api").glob("*.md")),
@@ -51,6 +55,8 @@ PACKAGES = (
     "services/router/kvturn_router/request",
     "services/router/kvturn_router/telemetry",
     "cli/kvturn_cli",
+    "cli/kvturn_cli/doctor",
+    "cli/kvturn_cli/doctor/probes",
 )
 UPSTREAM_KEYS = {"bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl"}
 FLAGS_OF_OTHERS = {
@@ -64,6 +70,7 @@ FLAGS_OF_OTHERS = {
     "--auto-compaction-retention",
     "--enable-prompt-tokens-details",
     "--kv-transfer-config",
+    "--no-enable-prefix-caching",
     "--otlp-traces-endpoint",
     "--branch",
     "--depth",
@@ -222,6 +229,25 @@ def test_flags_of_up_and_its_companions_are_those_of_the_code(
     for command in ("up", "down", "chat", "demo"):
         there |= set(flags_of(help_of(command)))
     assert shown == there
+
+
+def test_flags_and_checks_of_doctor_are_those_of_the_code(help_of: Callable[[str], str]) -> None:
+    """Its page names every flag and every check, and no other."""
+    shown = {name for cells in rows(section(DOCTOR, "Flags"))[1:] for name in names(cells[0])}
+    assert shown == set(flags_of(help_of("doctor")))
+    code = "".join(
+        file.read_text() for file in (ROOT / "cli" / "kvturn_cli" / "doctor").glob("*.py")
+    )
+    checks = set(re.findall(rf'"((?:{"|".join(TITLES)})\.[a-z_]+)"', code))
+    page = section(DOCTOR, "What is found, why, and the fix")
+    listed = {name for name in names(page) if name.partition(".")[0] in TITLES and "." in name}
+    assert listed == checks
+
+
+def test_the_versions_that_doctor_knows_as_tested_are_those_of_the_readme() -> None:
+    """What is tested is said in one place for people and in one for doctor."""
+    [cells] = [cells for cells in rows(section(README, "Supported versions")) if cells[0] == "vLLM"]
+    assert tuple(re.findall(r"\d+\.\d+\.\d+", cells[1])) == VLLM_TESTED
 
 
 def test_no_flag_is_named_that_is_not_there(help_of: Callable[[str], str]) -> None:

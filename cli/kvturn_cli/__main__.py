@@ -13,6 +13,7 @@ COMMANDS = {
     "demo": ("kvturn_cli.demo", "main", "hold a scripted conversation and compare TTFT"),
     "router": ("kvturn_router.__main__", "main", "start one router"),
     "lease": ("kvturn_lease.__main__", "main", "start one lease service"),
+    "doctor": ("kvturn_cli.doctor.command", "main", "check a deployment; says what to fix"),
     "otlp": ("kvturn_cli.otlp", "main", "receive traces and write them to a file"),
 }
 

@@ -403,7 +403,7 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     _check(store.startswith(_ETCD_SCHEME), shape)
     endpoints = tuple(store.removeprefix(_ETCD_SCHEME).split(","))
     _check("@" not in store, f"{shape}; the user comes by --etcd-user")
-    _check(all(map(_is_address, endpoints)), shape)
+    _check(all(map(is_address, endpoints)), shape)
     files = {name: str(values[f"etcd-{name}"]) for name in ("ca", "cert", "key")}
     _check_certificates(files)
     user = str(values["etcd-user"])
@@ -490,11 +490,11 @@ def _secret(file: str) -> bytes:
 
 
 def _advertised(address: str) -> str:
-    _check(address == "" or _is_address(address), f"{_both('advertise')} must be HOST:PORT")
+    _check(address == "" or is_address(address), f"{_both('advertise')} must be HOST:PORT")
     return address
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
     named = _HOST_PORT.fullmatch(text)
     return named is not None and 0 < int(named["port"]) < 65_536
 

@@ -319,3 +319,53 @@ class AuthenticateResponse(_message.Message):
     header: ResponseHeader
     token: str
     def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., token: _Optional[str] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusResponse(_message.Message):
+    __slots__ = ("header", "version", "db_size", "leader", "errors", "db_size_in_use", "is_learner", "db_size_quota")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_FIELD_NUMBER: _ClassVar[int]
+    LEADER_FIELD_NUMBER: _ClassVar[int]
+    ERRORS_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_IN_USE_FIELD_NUMBER: _ClassVar[int]
+    IS_LEARNER_FIELD_NUMBER: _ClassVar[int]
+    DB_SIZE_QUOTA_FIELD_NUMBER: _ClassVar[int]
+    header: ResponseHeader
+    version: str
+    db_size: int
+    leader: int
+    errors: _containers.RepeatedScalarFieldContainer[str]
+    db_size_in_use: int
+    is_learner: bool
+    db_size_quota: int
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., version: _Optional[str] = ..., db_size: _Optional[int] = ..., leader: _Optional[int] = ..., errors: _Optional[_Iterable[str]] = ..., db_size_in_use: _Optional[int] = ..., is_learner: bool = ..., db_size_quota: _Optional[int] = ...) -> None: ...
+
+class MemberListRequest(_message.Message):
+    __slots__ = ("linearizable",)
+    LINEARIZABLE_FIELD_NUMBER: _ClassVar[int]
+    linearizable: bool
+    def __init__(self, linearizable: bool = ...) -> None: ...
+
+class Member(_message.Message):
+    __slots__ = ("id", "name", "client_urls", "is_learner")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_URLS_FIELD_NUMBER: _ClassVar[int]
+    IS_LEARNER_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    name: str
+    client_urls: _containers.RepeatedScalarFieldContainer[str]
+    is_learner: bool
+    def __init__(self, id: _Optional[int] = ..., name: _Optional[str] = ..., client_urls: _Optional[_Iterable[str]] = ..., is_learner: bool = ...) -> None: ...
+
+class MemberListResponse(_message.Message):
+    __slots__ = ("header", "members")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    header: ResponseHeader
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    def __init__(self, header: _Optional[_Union[ResponseHeader, _Mapping]] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ...) -> None: ...

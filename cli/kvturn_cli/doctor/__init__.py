@@ -1,0 +1,1 @@
+"""`kvturn doctor`: facts are gathered by `probes`, judged by the modules beside it."""

@@ -1,0 +1,44 @@
+"""Where traces go: does the collector answer in what it is spoken to."""
+
+from collections.abc import Iterator
+
+from kvturn_cli.doctor.facts import Facts
+from kvturn_cli.doctor.finding import Finding, counted, ok, warning
+
+_WHY = "Turns are served all the same, but leave no trace."
+
+
+def findings(facts: Facts) -> Iterator[Finding]:
+    """Judges the collector if one is known, and which engines trace."""
+    collector = facts.collector
+    if collector is None:
+        yield ok("traces.collector", "no collector is known: --otlp-endpoint of kvturn router")
+    elif collector.problem:
+        yield warning(
+            "traces.collector",
+            f"{collector.endpoint} (known by {collector.asked_of}): {collector.problem}",
+            _WHY,
+            "start the collector (kvturn otlp is a small one), or correct --otlp-endpoint",
+        )
+    elif collector.protocol != collector.wanted:
+        yield warning(
+            "traces.collector",
+            f"{collector.endpoint} takes OTLP over {collector.protocol}, not over"
+            f" {collector.wanted}",
+            _WHY,
+            "give the collector's port for gRPC (4317 as a rule) to --otlp-endpoint and"
+            " kvturn_otlp_endpoint",
+        )
+    else:
+        yield ok(
+            "traces.collector",
+            f"{collector.endpoint} took an empty export over {collector.protocol} in"
+            f" {collector.answer_ms:.1f} ms",
+        )
+    untraced = [one for one in facts.engines if one.settings and not one.settings.traced]
+    if collector is not None and untraced:
+        yield ok(
+            "traces.engines",
+            f"{counted(len(untraced), 'engine')} without vLLM's own spans"
+            " (--otlp-traces-endpoint); kvturn's do not need them",
+        )

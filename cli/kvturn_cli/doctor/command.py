@@ -1,0 +1,218 @@
+"""`kvturn doctor`: checks a deployment, and tells what keeps turns from reusing KV."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import signal
+import ssl
+import sys
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rich.text import Text
+
+from kvturn.lease_access import LeaseAccess, lease_access
+from kvturn.tls import TlsFiles
+from kvturn.watched import FileFault
+from kvturn_cli import run_state
+from kvturn_cli.arguments import Parser, seconds
+from kvturn_cli.checkout import default_run_dir
+from kvturn_cli.console import ConsoleProgress, make_console
+from kvturn_cli.doctor.diagnosis import diagnose
+from kvturn_cli.doctor.examination import Scope, examine
+from kvturn_cli.doctor.finding import Severity
+from kvturn_cli.doctor.probes.router import RouterAccess
+from kvturn_cli.doctor.report import document, lines
+from kvturn_lease import config as lease_config
+from kvturn_lease.etcd.config import EtcdConfig
+
+USUAL_ROUTER = "http://127.0.0.1:8000"
+EXIT_OK, EXIT_PROBLEM, EXIT_USAGE, EXIT_INTERRUPTED = 0, 1, 2, 130
+COLOURS = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.PROBLEM: "red"}
+
+
+class UsageError(Exception):
+    """A flag is wrong; the message names it and the fix, in one line."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs `kvturn doctor`. Returns 0 without problems, 1 with, 2 for wrong flags."""
+    args = parser().parse_args(argv)
+    try:
+        scope = scope_of(args)
+    except UsageError as error:
+        print(f"kvturn doctor: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    return asyncio.run(run(scope, as_json=args.json))
+
+
+def parser() -> Parser:
+    """Returns the parser of `kvturn doctor`."""
+    made = Parser(
+        "kvturn doctor",
+        "Checks a deployment: every finding says what was seen, why it matters and the fix. It ends"
+        " by driving two turns of a conversation of its own. Exits 0 without problems, 1 with.",
+    )
+    add = made.add_argument
+    add("--router", default=None, help=f"router; default: kvturn up's, or {USUAL_ROUTER}")
+    add("--run-dir", type=Path, default=default_run_dir(), help="the run folder given to kvturn up")
+    add("--api-key", default="", help="API key of a client, for the two turns")
+    add("--admin-key", default="", help="operator's key, where clients need keys")
+    add("--ca", type=Path, default=None, help="authorities of an https router; else the system's")
+    add(
+        "--engine-ca",
+        type=Path,
+        default=None,
+        help="authorities of https engines; else the system's",
+    )
+    add("--lease", default="", help="lease services, HOST:PORT,...; default: the router's")
+    for name, about in (
+        ("lease-ca", "authorities of the lease service; turns TLS to it on"),
+        ("lease-cert", "our certificate for the lease service"),
+        ("lease-key", "its key"),
+        ("lease-token-file", "token of a router or an operator that we show it"),
+    ):
+        add(f"--{name}", type=Path, default=None, metavar="FILE", help=about)
+    add("--etcd", default="", help="etcd, HOST:PORT,...; default: the lease service's")
+    for name, about in (
+        ("etcd-ca", "authorities of etcd; turns TLS to it on"),
+        ("etcd-cert", "our certificate for etcd"),
+        ("etcd-key", "its key"),
+        ("etcd-password-file", "password of --etcd-user"),
+    ):
+        add(f"--{name}", type=Path, default=None, metavar="FILE", help=about)
+    add("--etcd-user", default="", help="user to log in to etcd as")
+    add("--otlp", default="", help="collector, http://HOST:PORT; default: the router's")
+    add(
+        "--from-here",
+        action="store_true",
+        help="this machine stands for the engines': what it cannot reach counts as a problem",
+    )
+    add("--no-turns", action="store_true", help="drives no turns")
+    add("--model", default="", help="model of the turns; default: the first that is served")
+    add("--timeout", type=seconds, default=3.0, help="of each question, s")
+    add("--turn-timeout", type=seconds, default=120.0, help="of each turn, s")
+    add("--json", action="store_true", help="prints one JSON object")
+    return made
+
+
+# --- Flags ---------------------------------------------------------------------------------------
+
+
+def scope_of(args: argparse.Namespace) -> Scope:
+    """Returns what the flags ask for. Raises UsageError."""
+    state = run_state.read(args.run_dir)
+    url = args.router or (state.router_url if state and state.ready else USUAL_ROUTER)
+    access = RouterAccess(
+        _url("--router", url), args.api_key, args.admin_key, _tls("--ca", args.ca)
+    )
+    etcd_access = _etcd(args)
+    return Scope(
+        access,
+        lease=_endpoints("--lease", args.lease),
+        lease_access=_lease_access(args),
+        etcd=etcd_access if etcd_access.endpoints else None,
+        etcd_access=etcd_access,
+        otlp=_url("--otlp", args.otlp) if args.otlp else "",
+        engine_tls=_tls("--engine-ca", args.engine_ca),
+        from_here=args.from_here,
+        turns=not args.no_turns,
+        model=args.model,
+        timeout_s=args.timeout,
+        turn_timeout_s=args.turn_timeout,
+    )
+
+
+def _url(flag: str, text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        port = parts.port
+    except ValueError:
+        raise UsageError(f"{flag} {text!r} is no URL; give http://HOST:PORT") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+        raise UsageError(f"{flag} {text!r} must be http://HOST:PORT or https://HOST:PORT")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise UsageError(f"{flag} {text!r} must have no query and no user")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def _endpoints(flag: str, text: str) -> tuple[str, ...]:
+    endpoints = tuple(part.strip() for part in text.split(",")) if text else ()
+    for endpoint in endpoints:
+        if not lease_config.is_address(endpoint):
+            raise UsageError(f"{flag} {endpoint!r} must be HOST:PORT, or several with commas")
+    return endpoints
+
+
+def _tls(flag: str, ca: Path | None) -> ssl.SSLContext | None:
+    try:
+        return None if ca is None else ssl.create_default_context(cafile=ca)
+    except OSError as error:  # ssl.SSLError is one, too
+        raise UsageError(f"{flag} {ca}: cannot be used: {error.strerror or error}") from None
+
+
+def _lease_access(args: argparse.Namespace) -> LeaseAccess:
+    settings = ("--lease-cert", "--lease-key", "--lease-ca")
+    files = TlsFiles(args.lease_cert, args.lease_key, args.lease_ca, settings)
+    try:
+        return lease_access(files, args.lease_token_file, "--lease-token-file")
+    except FileFault as fault:
+        raise UsageError(str(fault)) from None
+
+
+def _etcd(args: argparse.Namespace) -> EtcdConfig:
+    """Returns how to reach etcd; without endpoints where they are to be learned."""
+    if args.etcd_ca is None and (args.etcd_cert or args.etcd_key):
+        raise UsageError("--etcd-cert and --etcd-key need --etcd-ca, the authorities of etcd")
+    if (args.etcd_cert is None) != (args.etcd_key is None):
+        raise UsageError("--etcd-cert and --etcd-key go together")
+    if bool(args.etcd_user) != bool(args.etcd_password_file):
+        raise UsageError("--etcd-user and --etcd-password-file go together")
+    password = ""
+    try:
+        for flag in ("etcd_ca", "etcd_cert", "etcd_key", "etcd_password_file"):
+            file: Path | None = getattr(args, flag)
+            text = b"" if file is None else file.read_bytes()
+            if flag == "etcd_password_file":
+                password = text.decode(errors="replace").rstrip("\r\n")
+    except OSError as error:
+        name = flag.replace("_", "-")
+        raise UsageError(f"--{name} {file}: cannot be read: {error.strerror}") from None
+    return EtcdConfig(
+        endpoints=_endpoints("--etcd", args.etcd.removeprefix("etcd://")),
+        ca_file=args.etcd_ca,
+        cert_file=args.etcd_cert,
+        key_file=args.etcd_key,
+        user=args.etcd_user,
+        password=password,
+    )
+
+
+# --- The run -------------------------------------------------------------------------------------
+
+
+async def run(scope: Scope, *, as_json: bool) -> int:
+    """Examines, prints, and returns the exit code. SIGTERM ends it as Ctrl-C does."""
+    task = asyncio.current_task()
+    assert task is not None
+    with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    console = make_console()
+    progress = ConsoleProgress(console)
+    try:
+        facts = await examine(scope, (lambda _: None) if as_json else progress.waiting)
+    except asyncio.CancelledError:
+        print("kvturn doctor: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    finally:
+        progress.clear()
+    findings = list(diagnose(facts))
+    if as_json:
+        print(json.dumps(document(facts, findings), indent=1))
+    else:
+        for line, severity in lines(findings):
+            style = "bold" if severity is None else COLOURS[severity]
+            console.print(Text(line, style=style), soft_wrap=True)
+    bad = any(finding.severity == Severity.PROBLEM for finding in findings)
+    return EXIT_PROBLEM if bad else EXIT_OK

@@ -1,0 +1,72 @@
+"""Sends a collector an empty export, over gRPC and, if that fails, over HTTP."""
+
+import time
+from urllib.parse import urlsplit
+
+import grpc
+import grpc.aio
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+
+from kvturn_cli.doctor.facts import CollectorFacts
+from kvturn_cli.doctor.probes.http import Question, Unanswered, ask
+
+HTTP_PATH = "/v1/traces"
+HTTP_PORT = 4318
+_GRPC, _HTTP = "gRPC", "HTTP"
+
+
+async def probe_collector(endpoint: str, asked_of: str, timeout_s: float) -> CollectorFacts:
+    """Tries what the endpoint is meant for first."""
+    parts = urlsplit(endpoint)
+    wanted = _HTTP if parts.path.strip("/") or parts.port == HTTP_PORT else _GRPC
+    order = (_GRPC, _HTTP) if wanted == _GRPC else (_HTTP, _GRPC)
+    first = ""
+    for protocol in order:
+        began_s = time.perf_counter()
+        why = await (_over_grpc if protocol == _GRPC else _over_http)(endpoint, timeout_s)
+        if not why:
+            answer_ms = (time.perf_counter() - began_s) * 1_000
+            return CollectorFacts(
+                endpoint, asked_of, protocol=protocol, wanted=wanted, answer_ms=answer_ms
+            )
+        first = first or why
+    return CollectorFacts(endpoint, asked_of, problem=first, wanted=wanted)
+
+
+async def _over_grpc(endpoint: str, timeout_s: float) -> str:
+    """Returns why it does not take an export; "" if it does."""
+    parts = urlsplit(endpoint)
+    options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
+    if parts.scheme == "https":
+        channel = grpc.aio.secure_channel(
+            parts.netloc, grpc.ssl_channel_credentials(), options=options
+        )
+    else:
+        channel = grpc.aio.insecure_channel(parts.netloc, options=options)
+    try:
+        stub = TraceServiceStub(channel)  # type: ignore[no-untyped-call]
+        await stub.Export(ExportTraceServiceRequest(), timeout=timeout_s)
+    except grpc.aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return f"no answer within {timeout_s:g} s"
+        return f"{error.code().name}: {(error.details() or '')[:200]}"
+    finally:
+        await channel.close(None)
+    return ""
+
+
+async def _over_http(endpoint: str, timeout_s: float) -> str:
+    url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + HTTP_PATH
+    question = Question(
+        url,
+        {"Content-Type": "application/x-protobuf"},
+        "POST",
+        ExportTraceServiceRequest().SerializeToString(),
+        timeout_s,
+    )
+    try:
+        answer = await ask(question)
+    except Unanswered as problem:
+        return str(problem)
+    return "" if answer.status == 200 else f"HTTP {answer.status} for {HTTP_PATH}"
