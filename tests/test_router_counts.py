@@ -9,6 +9,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from recorded_spans import Recording
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, GUARD_S, Play, Reply, Seen, StubEngine
 
@@ -96,6 +97,35 @@ async def test_turns_that_go_wrong_leave_nothing_behind(plan: str) -> None:
         async with asyncio.timeout(GUARD_S):
             while any(await loads(rig)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("odd", [-1, 1 << 31, 1 << 63, 1 << 70, 1e300, None, "7"], ids=str)
+@pytest.mark.parametrize("leased", [True, False])
+async def test_numbers_that_nothing_counts_to_spoil_no_turn(leased, odd):
+    """In a report of prefill's connector, its usage, decode's: each turn is served and told."""
+    report = {"verdict": "reused", "prompt_tokens": 48, "reused_tokens": 30, "local_tokens": 0}
+    report |= {"read_ms": 1.0, "read_bytes": 5}
+    lease, recording = FakeLease() if leased else None, Recording()
+    async with router(lease=lease, telemetry=recording.telemetry) as rig:
+        answer, usage = rig.prefill.prefill_answer(), rig.decode.usage()
+
+        async def turn(**answers: Any) -> None:
+            async def prefill(seen: Seen, reply: Reply) -> None:
+                await reply.json(answer | answers)
+
+            rig.prefill.script(CHAT, prefill)
+            assert (await rig.post(turn_body(), CHAT)).status == 200
+
+        for name in report.keys() - {"verdict"}:
+            told = {"kvturn": report | {name: odd}}
+            await turn(kv_transfer_params=rig.prefill.handle | told)
+        for name in ("prompt_tokens", "completion_tokens"):
+            await turn(usage=usage | {name: odd})
+            rig.decode.usage = lambda name=name: usage | {name: odd}  # type: ignore[misc]
+            await turn()
+        if lease is not None:
+            await lease.until(lambda: len(lease.turns_ended) == 9)
+        assert [span.name for span in recording.spans()].count("turn") == 9
 
 
 @pytest.mark.parametrize("reports", [True, False])

@@ -259,12 +259,15 @@ async def test_a_long_error_is_cut_to_what_clients_take():
 
 
 async def test_headers_besides_the_answer_reach_the_caller_as_metadata():
-    """An engine's own, and the caller's request id; what HTTP says of its own bytes does not."""
+    """An engine's own, as many as clients take, and the caller's id; not what is about HTTP."""
 
     async def play(seen: Seen, reply: Reply) -> None:
         text = json.dumps(rig.decode.whole_answer(seen)).encode()
         load = ("endpoint-load-metrics", "JSON {}")
-        await reply.whole(text, 200, load)
+        long = [
+            (f"x-long-{number}", "x" * size) for number, size in enumerate((60_000, 3000, 3000))
+        ]
+        await reply.whole(text, 200, *long, load)
 
     async with router() as rig, dial(rig) as (_, stub):
         rig.decode.script(CHAT, play)
@@ -274,6 +277,7 @@ async def test_headers_besides_the_answer_reach_the_caller_as_metadata():
         assert dict(await call.initial_metadata()) == {
             "endpoint-load-metrics": "JSON {}",
             "x-request-id": "r-1",
+            "x-long-1": "x" * 3000,
         }
         assert rig.decode.turns[0].header("x-session-id") == "s, t"
 

@@ -20,6 +20,12 @@ from kvturn_router.turn.sse import DONE, EventSplitter, payload
 _WAITING_MAX: Final = 64
 """Chunks that may wait for the client before the engine is slowed."""
 
+_METADATA_BYTES_MAX: Final = 4096
+"""Of an engine's headers; clients take 8 KiB, and end a call that brings more."""
+
+_FIELD_BYTES: Final = 32
+"""What HTTP/2 counts for each field besides its name and value."""
+
 # What the transport says itself, or what is about bytes that gRPC carries otherwise.
 _name = re.compile(r"(?!grpc-|content-|cache-control$|x-accel-)[0-9a-z_.-]+(?<!-bin)")
 _value = re.compile(r"[\x20-\x7e]*")
@@ -99,16 +105,15 @@ class GrpcAnswer:
 
     def metadata(self, request_id: str | None) -> list[tuple[str, str]]:
         """Returns what an engine's headers say besides the answer, and the client's request id."""
-        fields = [
-            (name.decode("latin-1"), value.decode("latin-1")) for name, value in self._headers
-        ]
-        if request_id is not None:
-            fields.append(("x-request-id", request_id))
-        return [
-            (name, value)
-            for name, value in fields
-            if _name.fullmatch(name) and _value.fullmatch(value)
-        ]
+        fields = [] if request_id is None else [("x-request-id", request_id)]
+        left = _METADATA_BYTES_MAX
+        for header in self._headers:
+            name, value = (part.decode("latin-1") for part in header)
+            size = len(name) + len(value) + _FIELD_BYTES
+            if size <= left and _name.fullmatch(name) and _value.fullmatch(value):
+                fields.append((name, value))
+                left -= size
+        return fields
 
     async def next_chunk(self) -> str | None:
         """Returns the next chunk, None at the end. Raises TurnError."""

@@ -3,7 +3,7 @@
 Nothing here does I/O.
 """
 
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -14,6 +14,11 @@ from kvturn_router.verdict import Verdict, verdict_named
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _no_blocks = b"[], \t\r\n"
 _ABSENT: Final = msgspec.Raw(b"")
+
+# An answer with numbers that nothing counts to is one that cannot be read.
+_Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+_Bytes = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
+_Ms = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class ReadReport(msgspec.Struct, frozen=True):
@@ -49,14 +54,14 @@ NOTHING: Final = PrefillAnswer(None, None, 0, None)
 
 
 class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
+    cached_tokens: _Count | None = None
 
 
 class _Usage(msgspec.Struct):
-    prompt_tokens: int = 0
+    prompt_tokens: _Count = 0
     prompt_tokens_details: _Details | None = None
     # The names in the Responses API.
-    input_tokens: int = 0
+    input_tokens: _Count = 0
     input_tokens_details: _Details | None = None
 
 
@@ -67,11 +72,11 @@ class _Answer(msgspec.Struct):
 
 class _Report(msgspec.Struct):
     verdict: str = ""
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    local_tokens: int = 0
-    read_ms: float = 0.0
-    read_bytes: int = 0
+    prompt_tokens: _Count = 0
+    reused_tokens: _Count = 0
+    local_tokens: _Count = 0
+    read_ms: _Ms = 0.0
+    read_bytes: _Bytes = 0
 
 
 class _UnreadUsage(msgspec.Struct):

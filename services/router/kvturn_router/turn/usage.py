@@ -55,6 +55,9 @@ class Usage(NamedTuple):
     cached_tokens: int | None
 
 
+_DIGITS_MAX = 9
+"""Longest number of tokens that is read as one."""
+
 _UNFINISHED_MAX = 1 << 20
 """Longest unfinished event that is remembered while its end is awaited, in bytes."""
 
@@ -102,7 +105,7 @@ def _member(text: bytes, span: Span, names: tuple[str, ...]) -> Span | None:
 
 def _number(text: bytes, span: Span | None) -> int | None:
     digits = b"" if span is None else text[span[0] : span[1]]
-    return int(digits) if digits.isdigit() else None
+    return int(digits) if len(digits) <= _DIGITS_MAX and digits.isdigit() else None
 
 
 class StreamUsage:
