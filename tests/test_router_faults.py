@@ -415,6 +415,17 @@ async def test_ready_says_of_each_role_what_is_wrong_with_its_engines():
         )
 
 
+async def test_a_router_is_no_engine():
+    """It is named as an engine of its own: it is not used, and says why."""
+    async with router() as rig:
+        fleet = rig.server._fleet
+        fleet.add(rig.url, "both", FLAGS)
+        await rig.until(lambda: fleet.view(rig.url).reason.startswith("it is a kvturn router"))
+        fleet.remove(rig.decode.url, FLAGS)
+        assert (await rig.post(turn_body())).status == 503
+        assert not fleet.view(rig.url).served
+
+
 async def test_an_engine_comes_back_when_its_health_is_good_again():
     """Its port is open again but it is not healthy: no traffic. Healthy: traffic."""
     async with router("--health-failures=1") as rig:
@@ -452,6 +463,33 @@ async def test_an_answer_that_is_not_http_is_a_502():
     async with router() as rig:
         rig.decode.script(CHAT, play)
         assert (await rig.post(turn_body())).status == 502
+
+
+@pytest.mark.parametrize("status", [202, 204, 304, 307, 600])
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_what_is_neither_an_answer_nor_an_error_is_a_502(leg, status):
+    """A redirection or an empty success tells a client nothing of its turn."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            await reply.raw(b"HTTP/1.1 %d X\r\nlocation: /\r\ncontent-length: 0\r\n\r\n" % status)
+
+        engine.script(CHAT, play)
+        answer = await rig.post(turn_body())
+        assert answer.status == 502
+        assert f"its status is {status}" in answer.json["error"]["message"]
+
+
+async def test_turns_that_a_router_ends_when_it_stops_may_be_asked_again():
+    """One is with prefill, one in line when the grace is over: 503 with Retry-After."""
+    async with router("--max-inflight-per-engine=1", "--grace-s=0.1") as rig:
+        rig.prefill.script(CHAT, silent)
+        turns = [asyncio.create_task(rig.post(turn_body())) for _ in range(2)]
+        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        await rig.server.stop()
+        answers = await asyncio.gather(*turns)
+        assert [(one.status, one.headers["retry-after"]) for one in answers] == [(503, "1")] * 2
 
 
 @pytest.mark.parametrize("leg", ["prefill", "decode"])

@@ -278,6 +278,19 @@ async def test_a_compressed_answer_is_read_and_sent_plain():
         assert rig.decode.turns[0].header("accept-encoding") is None
 
 
+async def test_an_answer_compressed_in_pieces_is_read_whole():
+    """As some proxies put it together: one gzip after the other."""
+    body = json.dumps({"choices": [], "system_fingerprint": "f" * 500}).encode()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        packed = gzip.compress(body[:50]) + gzip.compress(body[50:])
+        await reply.whole(packed, 200, ("Content-Encoding", "gzip"))
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        assert (await rig.post(turn_body())).body == body
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_an_answer_of_another_type_passes_untouched(stream):
     """Decode answers with audio: type and bytes stay."""

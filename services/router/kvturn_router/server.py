@@ -13,8 +13,7 @@ from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
 from kvturn_router.engines.fleet import Fleet
 from kvturn_router.engines.health_watch import HealthWatch
-from kvturn_router.errors import TurnError
-from kvturn_router.front.gate import Gate
+from kvturn_router.front.gate import Gate, shutting_down
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import ClientConnection, Listener
 from kvturn_router.turn.forward import Forwarder, LeaseReuse
@@ -184,7 +183,7 @@ class RouterServer:
                 await self._gate.empty()
         self._gate.close()
         grpc_stop = grpc_stop or self._stop_grpc(ends_at)
-        self._forwarder.end_all(TurnError(503, "The router is shutting down.", reason="DRAINING"))
+        self._forwarder.end_all(shutting_down())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LAST_WORDS_S):
                 await self._gate.empty()

@@ -16,6 +16,10 @@ from kvturn_router.engines.fleet import Fleet
 ASKED_AT_ONCE: Final = 32
 """Engines asked at a time."""
 
+ROUTER_MARK: Final = b"x-kvturn-router"
+"""Header of a router's own health answer: one that were an engine of its own, or of another that
+is its engine, would ask itself for ever."""
+
 _HEALTH_BODY_MAX: Final = 64 << 10
 _TICKS: Final = 32
 """Most looks per interval at who is due."""
@@ -117,4 +121,6 @@ class HealthWatch:
             return f"no health answer within {self._timeout_s:g} s"
         except EngineFault as error:
             return str(error)
+        if exchange.header(ROUTER_MARK):
+            return "it is a kvturn router, not an engine"
         return None if exchange.status == 200 else f"its health answer is {exchange.status}"

@@ -14,6 +14,11 @@ QUESTION_S: Final = 15.0
 """How long the answer to one may take."""
 
 
+def shutting_down() -> TurnError:
+    """Returns what is told to turns that this router begins or goes on with no more."""
+    return TurnError(503, "The router is shutting down.", reason="DRAINING", retry_after_s=1)
+
+
 class Gate:
     """Lets at most `turns_max` turns in at once, and none once it is closed.
 
@@ -41,7 +46,7 @@ class Gate:
     def enter(self) -> None:
         """Counts a turn in; `leave` must follow. Raises TurnError 429 or 503."""
         if self._closed:
-            raise TurnError(503, "The router is shutting down.", reason="DRAINING", retry_after_s=1)
+            raise shutting_down()
         if self.turns >= self.turns_max:
             raise TurnError(
                 429,

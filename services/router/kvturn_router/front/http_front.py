@@ -11,6 +11,7 @@ import msgspec
 
 from kvturn_router.engines.engine_http import EngineFault, Exchange
 from kvturn_router.engines.fleet import DECODE, Engine, Fleet, engine_address
+from kvturn_router.engines.health_watch import ROUTER_MARK
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.front.gate import Gate
@@ -195,7 +196,7 @@ class HttpFront:
             self._run(answer, lambda: self._models(answer, request))
         elif path == "/health":
             _allow(request, "GET")
-            answer.whole(200, _JSON, b'{"status":"ok"}')
+            answer.whole(200, (*_JSON, (ROUTER_MARK, b"1")), b'{"status":"ok"}')
         elif path == "/ready":
             _allow(request, "GET")
             self._ready(answer)

@@ -10,6 +10,7 @@ from kvturn_router.engines.engine_http import (
     EngineFault,
     Exchange,
     LostFault,
+    MalformedFault,
     SilentFault,
 )
 from kvturn_router.engines.fleet import Engine
@@ -140,21 +141,37 @@ async def whole_body(exchange: Exchange, bytes_max: int = ANSWER_BYTES_MAX) -> b
     body = await exchange.body(bytes_max)
     if exchange.header(b"content-encoding") not in (b"gzip", b"deflate"):
         return body
-    unpacker = zlib.decompressobj(wbits=47)
-    try:
-        unpacked = unpacker.decompress(body, bytes_max)
-    except zlib.error as error:
-        raise EngineFault(f"the answer cannot be decompressed: {error}") from None
-    if unpacker.unconsumed_tail:
-        raise EngineFault(f"the answer has more than {bytes_max} bytes")
-    if not unpacker.eof:
-        raise EngineFault("the compressed answer was cut")
+    unpacked = _unpacked(body, bytes_max)
     exchange.headers = [item for item in exchange.headers if item[0] != b"content-encoding"]
     return unpacked
 
 
+def _unpacked(packed: bytes, bytes_max: int) -> bytes:
+    pieces: list[bytes] = []
+    left = bytes_max
+    while packed or not pieces:  # One piece after the other, each compressed by itself.
+        unpacker = zlib.decompressobj(wbits=47)
+        try:
+            # One more than there may be: none would be no limit.
+            pieces.append(unpacker.decompress(packed, left + 1))
+        except zlib.error as error:
+            raise EngineFault(f"the answer cannot be decompressed: {error}") from None
+        left -= len(pieces[-1])
+        if left < 0:
+            raise EngineFault(f"the answer has more than {bytes_max} bytes")
+        if not unpacker.eof:
+            raise EngineFault("the compressed answer was cut")
+        packed = unpacker.unused_data.lstrip(b"\0")  # what some fill up with
+    return b"".join(pieces)
+
+
 async def refusal_of(exchange: Exchange) -> EngineRefusal:
-    """Returns the error answer that an exchange brings. Raises EngineFault."""
+    """Returns the error answer that an exchange brings. Raises EngineFault, also for what is none.
+
+    A redirection, or a success without the answer that was asked for, is nothing to tell a client.
+    """
+    if not 400 <= exchange.status <= 599:
+        raise MalformedFault(f"its status is {exchange.status}")
     body = await whole_body(exchange, _ERROR_BYTES_MAX)
     kept = _RELAYED_OF_REFUSAL | {b"content-encoding"}
     headers = [header for header in exchange.headers if header[0] in kept]
