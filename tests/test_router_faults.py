@@ -278,7 +278,7 @@ async def test_what_a_decode_that_is_gone_did_not_fetch_another_does():
         await gone.stop()
         client = await rig.client()
         await client.send("POST", CHAT, json.dumps(turn_body()).encode())
-        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        await rig.until(lambda: len(rig.server._forwarder.admission.room) == 1)
         client.close()
         release = await full.turn(2)
         assert release.json["max_tokens"] == 1
@@ -304,7 +304,7 @@ async def test_a_turn_whose_engine_is_gone_waits_for_another_that_is_full(leg):
         await rig.until(lambda: engines[0].turns or engines[1].turns)
         await (engines[1] if engines[0].turns else engines[0]).stop()
         second = asyncio.create_task(rig.post(turn_body()))
-        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        await rig.until(lambda: len(rig.server._forwarder.admission.room) == 1)
         done.set()
         answers = await asyncio.gather(first, second)
         assert [answer.status for answer in answers] == [200, 200]
@@ -486,7 +486,7 @@ async def test_turns_that_a_router_ends_when_it_stops_may_be_asked_again():
     async with router("--max-inflight-per-engine=1", "--grace-s=0.1") as rig:
         rig.prefill.script(CHAT, silent)
         turns = [asyncio.create_task(rig.post(turn_body())) for _ in range(2)]
-        await rig.until(lambda: len(rig.server._forwarder.admission._room) == 1)
+        await rig.until(lambda: len(rig.server._forwarder.admission.room) == 1)
         await rig.server.stop()
         answers = await asyncio.gather(*turns)
         assert [(one.status, one.headers["retry-after"]) for one in answers] == [(503, "1")] * 2
