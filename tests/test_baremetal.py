@@ -214,9 +214,12 @@ def test_a_file_holds_the_variables_of_all_scripts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        ((), "ROLE is not set: give what to start"),
+        ((), "ROLE is not set (what to start"),
         (("ROLE=prefil",), "ROLE=prefil: must be prefill, decode, lease or router"),
-        (("ROLE=prefill", "D_IP=10.0.0.6"), "P_IP is not set: give address of the prefill node"),
+        (
+            ("ROLE=prefill", "D_IP=10.0.0.6"),
+            "P_IP is not set (address of the prefill node): give it, e.g. P_IP=10.0.0.5",
+        ),
         (("ROLE=prefill", *PAIR), "MODEL is not set"),
         (("ROLE=prefill", *ENGINE, "P_PORT=0"), "P_PORT=0: must be a port, 1 to 65535"),
         (("ROLE=prefill", *ENGINE, "P_PORT=70000"), "P_PORT=70000: must be a port"),
@@ -251,6 +254,10 @@ def test_a_wrong_word_is_named_with_its_fix(words: Sequence[str], told: str) -> 
         (("CONTEXTS=1,x",), "CONTEXTS=1,x: must be numbers with commas"),
         (("ARMS=both",), "ARMS=both: must be on, off or on,off"),
         (("P_IP=10.0.0.5", "DRIVER=vllm"), "MODEL is not set"),
+        (
+            ("P_IP=10.0.0.5", "DRIVER=vllm", "MODEL=/m", "API_KEY_FILE=/etc/key"),
+            "API_KEY_FILE=/etc/key: vLLM's benchmark takes keys on its command line only",
+        ),
         (("ROUTER_URL=10.0.0.5:8000",), "ROUTER_URL=10.0.0.5:8000: must be an http://"),
         (("--report",), "--report: give the folders"),
     ],
@@ -441,6 +448,23 @@ def test_the_real_services_start_and_end(run_dir: Path) -> None:
     ended = script("cleanup.sh", f"RUN_DIR={run_dir}", "--purge")
     assert re.findall(r"stopping (\w+)", ended.stdout) == ["router", "lease"]
     assert not list((run_dir / "logs").iterdir())
+
+
+def test_in_the_foreground_it_is_the_process_itself(run_dir: Path, stand_in: Path) -> None:
+    """As systemd runs it: the pid is the service's; --wait ends when it is ready, or has ended."""
+    words = lease_words(run_dir, stand_in, pick_free(set()))
+    env = {"PATH": os.environ["PATH"]}
+    command = [FOLDER / "start.sh", "--foreground", *words]
+    with subprocess.Popen(command, env=env, stdout=-3, stderr=-3) as service:
+        ready = script("start.sh", "--wait", *words, env={"MAINPID": str(service.pid)})
+        assert ready.returncode == 0, ready.stderr
+        assert b"http.server" in Path(f"/proc/{service.pid}/cmdline").read_bytes()
+        service.kill()
+        service.wait()
+        gone = script("start.sh", "--wait", *words, env={"MAINPID": str(service.pid)})
+    assert gone.returncode == 1
+    assert "lease ended before it was ready" in gone.stderr
+    assert not run_dir.exists()
 
 
 # --- Units ---------------------------------------------------------------------------------------

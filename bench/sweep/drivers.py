@@ -186,8 +186,6 @@ class VllmDriver:
         command += ["--send-conversation-id", "--stats-json-output", str(stats)]
         if run.arm == "off":
             command += ["--header", "X-Kvturn-Reuse=off"]
-        if self.target.api_key:
-            command += ["--header", f"Authorization=Bearer {self.target.api_key}"]
         log = self.scratch / "vllm-benchmark.log"
         with log.open("a") as output:
             done = subprocess.run(command, cwd=self.folder, stdout=output, stderr=output)

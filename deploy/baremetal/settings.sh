@@ -122,7 +122,7 @@ check_settings() {
 # need NAME EXAMPLE: reports a variable that has no value and must have one.
 need() {
     if [[ -z ${!1} ]]; then
-        problem "$1 is not set: give ${SETTING_MEANING[$1]}, e.g. $1=$2"
+        problem "$1 is not set (${SETTING_MEANING[$1]}): give it, e.g. $1=$2"
     fi
 }
 

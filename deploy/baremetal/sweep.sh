@@ -61,7 +61,12 @@ derive() {
         problem "ROUTER_URL is not set: give the router's address, e.g. ROUTER_URL=http://10.0.0.5:8000"
     fi
     ROUTER_URL=${ROUTER_URL:-http://$(url_host "$ROUTER_IP"):$ROUTER_PORT}
-    if [[ $DRIVER == vllm ]]; then need MODEL meta-llama/Llama-3.1-8B-Instruct; fi
+    if [[ $DRIVER == vllm ]]; then
+        need MODEL meta-llama/Llama-3.1-8B-Instruct
+        if [[ -n $API_KEY_FILE ]]; then
+            problem "API_KEY_FILE=$API_KEY_FILE: vLLM's benchmark takes keys on its command line only, where all users of the node see them; take DRIVER=kvturn"
+        fi
+    fi
     LABEL=${LABEL:-$(date +%Y%m%d-%H%M%S)}
     OUT=$RUN_DIR/sweep/$LABEL
     if [[ -e $OUT/rows.csv && $DRY_RUN == no ]]; then
@@ -89,6 +94,7 @@ sweep_command() {
 }
 
 main() {
+    local status=0
     folder_settings && place_settings && model_settings && service_settings && sweep_settings
     parse "$@"
     check_settings
@@ -110,8 +116,9 @@ main() {
         stop_if_problems
     fi
     cd "$CHECKOUT"
-    "${COMMAND[@]}"
+    "${COMMAND[@]}" || status=$?
     echo "results: $OUT"
+    return "$status"
 }
 
 main "$@"; exit
