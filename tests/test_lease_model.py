@@ -12,6 +12,7 @@ message was sent. It knows nothing of the lessor's states. Checked after every m
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from hypothesis import HealthCheck, settings
@@ -22,7 +23,7 @@ from kvturn_lease.config import LessorConfig, stretched_ns
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.effects import EndSession, GrantRefused, Registered, Release, SendToEngine
 from kvturn_lease.errors import LeaseNotFound, LeaseServiceError
-from kvturn_lease.lease import LeaseId, Retention
+from kvturn_lease.lease import LeaseId, LeaseState, Retention
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.session import EngineInfo, SessionId
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict
@@ -117,6 +118,18 @@ class LessorMachine(RuleBasedStateMachine):
                     decode.is_open = False
             elif isinstance(effect, SendToEngine):
                 self.deliver(effect)
+
+        self.check_census()
+
+    def check_census(self) -> None:
+        """What is counted as leases come and go is what a look at all of them finds."""
+        states = Counter(
+            lease.state for engine in self.lessor._engines.all() for lease in engine.leases.values()
+        )
+        census = self.lessor.census()
+        assert census.active == states[LeaseState.ACTIVE]
+        assert census.reading == states[LeaseState.READING]
+        assert census.ending == states[LeaseState.ENDING]
 
     def deliver(self, effect: SendToEngine) -> None:
         sent = self.sent_ns.setdefault(effect.session, {})

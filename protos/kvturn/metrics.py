@@ -1,41 +1,24 @@
-"""Metrics as Prometheus reads them, of numbers that a process counts by itself.
+"""What processes count: names and meanings of metrics, and histograms. No I/O.
 
 What is counted on a hot path is a plain int, or a `Histogram` of them; only when somebody asks are
-these written down, as a `Page`: a list of samples for each `Family`. `prometheus_client` writes the
-page out, in the text format or as OpenMetrics, whichever is asked for. Services alone import this:
-the connector's numbers go through vLLM's own metrics.
+these written down, as a `Page`: a list of samples for each `Family`. `metrics_page.py` turns that
+into what Prometheus reads.
 """
 
 from __future__ import annotations
 
-import asyncio
 from bisect import bisect_left
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import TYPE_CHECKING, TypeAlias
 
-from prometheus_client import ProcessCollector
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-)
-from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import CollectorRegistry
-from prometheus_client.utils import floatToGoString
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from prometheus_client.core import Metric
+    from collections.abc import Mapping
 
 OTHER = "other"
 """The label of all that would be too many by name."""
 
 ENGINES_NAMED_MAX = 256
 """Engines that have samples of their own on a page; what more there are is added up as OTHER."""
-
-_EOF = b"# EOF\n"
 
 
 class Histogram:
@@ -107,84 +90,3 @@ class PageWriter:
         """Adds the samples of a family with one label, by its value."""
         for label, value in values.items():
             self.put(family, value, label)
-
-
-def process_page() -> Page:
-    """Returns what the process itself takes: CPU time, memory, files."""
-    page: Page = {}
-    for metric in ProcessCollector(registry=None).collect():
-        page[_family(metric).name] = [([], sample.value) for sample in metric.samples]
-    return page
-
-
-def process_families() -> list[Family]:
-    """Returns the families of `process_page`."""
-    return [_family(metric) for metric in ProcessCollector(registry=None).collect()]
-
-
-def _family(metric: Metric) -> Family:
-    ending = "_total" if metric.type == "counter" else ""
-    return Family(metric.name + ending, metric.type, metric.documentation)
-
-
-async def written(
-    families: Iterable[Family], pages: Mapping[str, Page], accept: str
-) -> tuple[str, bytes]:
-    """Returns the content type that `accept` asks for, and the pages in it.
-
-    `pages` come by the name of the worker that each is of; with one that is named "" there is no
-    such label. Lets others on the event loop go on between families.
-    """
-    encode, content_type = choose_encoder(accept)
-    out = bytearray()
-    ends = False
-    for family in families:
-        of_workers = [(worker, page.get(family.name, ())) for worker, page in pages.items()]
-        text = encode(_One(_metric(family, of_workers)))
-        ends = text.endswith(_EOF)
-        out += text.removesuffix(_EOF)
-        await asyncio.sleep(0)
-    return content_type, bytes(out) + (_EOF if ends else b"")
-
-
-class _One(CollectorRegistry):
-    """A registry of one metric, which is what the library's encoders take."""
-
-    def __init__(self, metric: Metric) -> None:
-        super().__init__(auto_describe=False)
-        self._metric = metric
-
-    def collect(self) -> Iterable[Metric]:
-        return (self._metric,)
-
-
-def _metric(
-    family: Family, samples: Sequence[tuple[str, Sequence[tuple[list[str], Value]]]]
-) -> Metric:
-    named = any(worker for worker, _ in samples)
-    labels = [*family.labels, "worker"] if named else list(family.labels)
-    add: Callable[[list[str], Value], None]
-    metric: CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
-    if family.kind == "histogram":
-        histogram = metric = HistogramMetricFamily(family.name, family.about, labels=labels)
-
-        def add(values: list[str], value: Value) -> None:
-            assert not isinstance(value, int | float)
-            counts, total = value
-            edges = [*map(floatToGoString, family.bounds), "+Inf"]
-            histogram.add_metric(
-                values, list(zip(edges, accumulate(counts), strict=True)), sum_value=total
-            )
-
-    else:
-        kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
-        plain = metric = kind(family.name, family.about, labels=labels)
-
-        def add(values: list[str], value: Value) -> None:
-            assert isinstance(value, int | float)
-            plain.add_metric(values, value)
-
-    for worker, found in samples:
-        for values, value in found:
-            add([*values, worker] if named else values, value)
-    return metric

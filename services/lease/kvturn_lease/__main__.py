@@ -26,6 +26,8 @@ from kvturn_lease.etcd_leases import EtcdLeases
 from kvturn_lease.etcd_records import Keys
 from kvturn_lease.etcd_store import EtcdStore
 from kvturn_lease.lessor import Lessor
+from kvturn_lease.metrics import LeaseMetrics
+from kvturn_lease.metrics_listener import MetricsListener
 from kvturn_lease.office import LeaderOffice, new_term
 from kvturn_lease.outages import Outages
 from kvturn_lease.server import LeaseServer, ListenError
@@ -98,18 +100,35 @@ async def _serve(config: LeaseConfig) -> None:
     servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer, callers)
     server = LeaseServer(config, servicer, telemetry, callers)
     if config.etcd is None:
-        servicer.lead(Lessor(config.lessor, new_term()), MemoryStore())
+        servicer.lead(Lessor(config.lessor, new_term(), tally=servicer.tally), MemoryStore())
+    listener = _metrics_listener(config, servicer)
+    metrics = "" if listener is None else f", metrics {await _start(listener, config)}"
     port = await server.start()
-    print(f"lease service listening on {address_of(config.host, port)}", flush=True)
+    print(f"lease service listening on {address_of(config.host, port)}{metrics}", flush=True)
     if config.etcd is None:
         await stop.wait()
     else:
         address = config.advertise or address_of(config.host, port)
         await _stand_for_election(config, config.etcd, servicer, server, address, stop)
     await server.stop()
+    if listener is not None:
+        await listener.stop()
     await telemetry.close()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
+
+
+def _metrics_listener(config: LeaseConfig, servicer: LeaseServicer) -> MetricsListener | None:
+    if config.metrics_port is None:
+        return None
+    metrics = LeaseMetrics(servicer, boottime_ns)
+    return MetricsListener(metrics, config.metrics_host or config.host, config.metrics_port)
+
+
+async def _start(listener: MetricsListener, config: LeaseConfig) -> str:
+    """Starts it; returns where its metrics are. Raises ListenError."""
+    port = await listener.start()
+    return f"http://{address_of(config.metrics_host or config.host, port)}/metrics"
 
 
 def callers_of(config: LeaseConfig) -> Callers | None:
@@ -166,6 +185,7 @@ async def _stand_for_election(
             outages,
             conversations_max=config.lessor.conversations_max,
             on_fenced=election.over.set,
+            tally=servicer.tally,
         )
 
     office = LeaderOffice(config.lessor, servicer, server, boottime_ns, open_store)
@@ -177,6 +197,7 @@ async def _stand_for_election(
         key=keys.leader,
         address=address,
         ttl_s=config.leadership_ns // 1_000_000_000,
+        tally=servicer.tally,
     )
     running = asyncio.create_task(election.run())
     stopping = asyncio.create_task(stop.wait())

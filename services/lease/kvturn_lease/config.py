@@ -240,6 +240,10 @@ class LeaseConfig:
     listens without TLS."""
     token_files: Mapping[Role, Path] = field(default_factory=dict)
     """By role, the file of the tokens that give it."""
+    metrics_host: str = ""
+    """Address of the metrics' listener; empty: the host."""
+    metrics_port: int | None = None
+    """Its port, 0 for a free one; None for no such listener."""
     otlp_endpoint: str = ""
     """Where traces go by OTLP gRPC, e.g. http://127.0.0.1:4317; empty turns them off."""
     log_level: str = "INFO"
@@ -269,6 +273,16 @@ class LeaseConfig:
             or {Role.ENGINE, Role.ROUTER} <= self.token_files.keys(),
             "--engine-tokens-file and --router-tokens-file go together: without one nobody is an "
             "engine, without the other nobody is a router",
+        )
+        _check(
+            self.metrics_host == "" or self.metrics_port is not None,
+            "--metrics-host needs --metrics-port",
+        )
+        _check(
+            self.metrics_port in (None, 0)
+            or self.metrics_port != self.port
+            or self.metrics_host not in ("", self.host),
+            "--metrics-port must differ from --port",
         )
         _check(
             self.etcd is None or self.advertise != "" or not _is_unspecified(self.host),
@@ -317,6 +331,8 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     parser.text("tls-client-ca", "", "file of the authorities whose certificates callers must show")
     for role in Role:
         parser.text(f"{role}-tokens-file", "", f"file of the tokens of {role}s, one a line")
+    parser.text("metrics-host", "", "address of /metrics and /health over HTTP, else --host")
+    parser.optional_port("metrics-port", "their port, 0 for a free one; without it there are none")
     parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
@@ -334,6 +350,8 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         advertise=_advertised(str(values["advertise"])),
         tls=_tls(values),
         token_files=_token_files(values),
+        metrics_host=str(values["metrics-host"]),
+        metrics_port=None if values["metrics-port"] == "" else int(values["metrics-port"]),
         otlp_endpoint=str(values["otlp-endpoint"]),
         log_level=log_level,
     )
@@ -567,6 +585,18 @@ class _Parser:
             return value
 
         self._add(name, default, parse, f"{meaning} (default {default})")
+
+    def optional_port(self, name: str, meaning: str) -> None:
+        """Adds a port that may be left out; its value is then empty."""
+
+        def parse(text: str) -> int | str:
+            if text == "":
+                return ""
+            problem = f"{_both(name)} must be 0 to 65535"
+            _check(text.isascii() and text.isdigit() and int(text[:6]) <= 65_535, problem)
+            return int(text)
+
+        self._add(name, "", parse, meaning)
 
     def seconds(self, name: str, default_ns: int, meaning: str) -> None:
         """Adds a span given in seconds and kept in nanoseconds."""

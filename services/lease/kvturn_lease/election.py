@@ -19,6 +19,7 @@ from kvturn_lease.etcd.client import created_at, delete, hangs_on, put, read
 from kvturn_lease.etcd.errors import EtcdError, EtcdNoSpace, EtcdUnavailable, LeaseGone
 from kvturn_lease.etcd_store import Fence
 from kvturn_lease.leadership import Leadership
+from kvturn_lease.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,8 +71,13 @@ class Election:
         key: bytes,
         address: str,
         ttl_s: int,
+        tally: Tally | None = None,
     ) -> None:
-        """`key` is the leader key, `address` where clients reach us, `clock_ns` CLOCK_BOOTTIME."""
+        """`key` is the leader key, `address` where clients reach us, `clock_ns` CLOCK_BOOTTIME.
+
+        `tally` counts for all of the process; None: one of its own.
+        """
+        self._tally = Tally() if tally is None else tally
         self.over = asyncio.Event()
         self._client = client
         self._office = office
@@ -117,6 +123,8 @@ class Election:
                     kv = None
                 term = await self._campaign() if kv is None else None
             except EtcdError as error:
+                self._tally.elections["failed"] += 1
+                self._tally.store_failures["elect"] += 1
                 self._lose_sight(error)
                 # What etcd refuses is asked for less often: a login is work for it.
                 transient = isinstance(error, EtcdUnavailable)
@@ -124,8 +132,10 @@ class Election:
                 continue
             self._outages.end("etcd", "etcd answers again")
             if term is not None:
+                self._tally.elections["won"] += 1
                 return term
             if kv is None:
+                self._tally.elections["lost"] += 1
                 continue  # another was faster; see who
             self._see(kv.value.decode(errors="replace"))
             with contextlib.suppress(TimeoutError):
@@ -256,10 +266,12 @@ class Election:
             except LeaseGone:
                 return "the leadership's etcd lease has ended"
             except EtcdError as error:
+                self._tally.store_failures["renew"] += 1
                 self._outages.begin("etcd", f"etcd does not renew the leadership: {error}")
                 await asyncio.sleep(_RETRY_S)
                 continue
             self._outages.end("etcd", "etcd answers again")
+            self._tally.renewal.observe((self._clock_ns() - sent_ns) / _SECOND_NS)
             leadership.acknowledge(sent_ns, granted_s)
             if not self._office.extend(leadership.until_ns):
                 return "it was not renewed in time"

@@ -115,6 +115,11 @@ class Engines:
         """Notes that the engine has no session any more."""
         self._away[engine.engine_id] = engine
 
+    @property
+    def away_count(self) -> int:
+        """Engines without a session whose leases are remembered."""
+        return len(self._away)
+
     def longest_away(self) -> Engine | None:
         """Returns the engine whose leases are remembered for the longest time."""
         return next(iter(self._away.values()), None)

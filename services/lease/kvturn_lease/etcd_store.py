@@ -37,6 +37,7 @@ from kvturn_lease.store import (
     SessionOpened,
     Snapshot,
 )
+from kvturn_lease.tally import Tally
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -139,8 +140,13 @@ class EtcdStore:
         on_fenced: Callable[[], None],
         waiting_max: int = WAITING_MAX,
         timeout_s: float = _TIMEOUT_S,
+        tally: Tally | None = None,
     ) -> None:
-        """`on_fenced` is called once when etcd shows that the term is over."""
+        """`on_fenced` is called once when etcd shows that the term is over.
+
+        `tally` counts for all terms of the process; None: one of its own.
+        """
+        self._tally = Tally() if tally is None else tally
         self._client = client
         self._keys = keys
         self._fence = fence.conditions()
@@ -160,6 +166,11 @@ class EtcdStore:
         self._tasks: list[asyncio.Task[None]] = []
 
     # ---- the seam ------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Records that etcd does not have yet."""
+        return len(self._waiting)
 
     async def load(self) -> Snapshot:
         """Reads the sessions now and the conversations behind. Raises EtcdError."""
@@ -227,6 +238,7 @@ class EtcdStore:
     def _note(self, key: bytes, entry: _Entry) -> None:
         if key not in self._waiting and len(self._waiting) >= self._waiting_max:
             self._outages.begin("behind", "etcd is slow: dropping records of conversations")
+            self._tally.records_dropped += 1
             return
         self._waiting[key] = entry
         self._idle.clear()
@@ -262,6 +274,7 @@ class EtcdStore:
                 self._wake_writer.clear()
                 await self._wake_writer.wait()
                 continue
+            began_s = time.monotonic()
             try:
                 applied = await self._apply(batch)
             except LeaseGone:
@@ -269,11 +282,15 @@ class EtcdStore:
                 await self._find_lost_leases({entry.engine_id for entry in batch.values()})
                 await asyncio.sleep(_PAUSE_S_MIN)
             except EtcdUnavailable:
+                self._tally.store_failures["write"] += 1
                 self._put_back(batch)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, _PAUSE_S_MAX)
             except EtcdError as error:
-                self._put_back(self._sessions_in(batch))  # the rest is dropped
+                self._tally.store_failures["write"] += 1
+                kept = self._sessions_in(batch)
+                self._tally.records_dropped += len(batch) - len(kept)
+                self._put_back(kept)
                 self._say_refused(error)
                 await asyncio.sleep(_PAUSE_S_MAX)
             else:
@@ -283,6 +300,7 @@ class EtcdStore:
                     self._on_fenced()
                     return
                 pause_s = _PAUSE_S_MIN
+                self._tally.store_write.observe(time.monotonic() - began_s)
                 self._outages.end("space", "etcd takes records again")
                 self._outages.end("refused", "etcd takes records again")
 

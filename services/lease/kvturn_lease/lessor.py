@@ -58,6 +58,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from kvturn_lease.census import Census, Holding
 from kvturn_lease.config import Policy
 from kvturn_lease.conversation import (
     TURN_MAX,
@@ -107,6 +108,7 @@ from kvturn_lease.store import (
     SessionRecord,
     Snapshot,
 )
+from kvturn_lease.tally import Tally
 from kvturn_lease.usage import Tenants
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict, verdict_of
 
@@ -149,10 +151,17 @@ class ReadAnswer:
 class Lessor:
     """Owner of all leases. Not safe for threads; one event loop calls it."""
 
-    def __init__(self, config: LessorConfig, term: int, term_ends_ns: int | None = None) -> None:
+    def __init__(
+        self,
+        config: LessorConfig,
+        term: int,
+        term_ends_ns: int | None = None,
+        tally: Tally | None = None,
+    ) -> None:
         """`term` is random, 1 to 2**64 - 1, and new with each process start and election.
 
         `term_ends_ns` is until when it leads unless lead_until() says more; None: for ever.
+        `tally` counts for all terms of the process; None: one of its own.
         """
         assert 0 < term < 2**64
         self.config = config
@@ -168,6 +177,9 @@ class Lessor:
         self._overdue: dict[LeaseId, tuple[LeaseView, int]] = {}
         """Reads that ended by their bound and not by EndRead, with when they began."""
         self._lease_count = 0
+        self._reading_count = 0
+        """Leases that are READING."""
+        self._tally = Tally() if tally is None else tally
         self._tenants = Tenants()
         self._effects: list[Effect] = []
         self._now_ns = 0
@@ -211,6 +223,7 @@ class Lessor:
         for engine in self._engines.all():
             if engine.session is not None:
                 self._effects.append(EndSession(_session_id(engine), NotLeader()))
+                self._tally.sessions_ended["deposed"] += 1
                 engine.session = None
 
     def expire(self, now_ns: int) -> None:
@@ -263,7 +276,9 @@ class Lessor:
         self._advance(now_ns)
         self._check_registration(session_id, info, inventory)
         engine = self._engines.enter(session_id)
+        self._tally.registrations += 1
         if engine.session is not None:
+            self._tally.sessions_ended["fenced"] += 1
             self._effects.append(EndSession(_session_id(engine), SessionFenced()))
         if engine.incarnation != session_id.incarnation:
             self._replace_incarnation(engine, session_id.incarnation)
@@ -303,6 +318,7 @@ class Lessor:
             session.check_echo(echo_sequence)
         for index, (lease_id, _) in enumerate(withdrawn):
             self._check_lease_id(session_id, lease_id, f"heartbeat.withdrawn[{index}].lease_id")
+        self._tally.heartbeats += 1
         session.heartbeat_ns = now_ns
         session.memory = memory
         if echo_term == self.term and echo_sequence > 0:  # another term's is not our message
@@ -331,8 +347,9 @@ class Lessor:
             raise InvalidArgument(field, "was granted before")
         refusal = self._refusal(engine, retention)
         if refusal is not None:
-            self._send(engine, GrantRefused(retention.lease_id, refusal), now_ns)
+            self._refuse(engine, retention.lease_id, refusal, now_ns)
             return
+        self._tally.grants += 1
         conversation = self._conversation(retention.conversation)
         conversation.turn = retention.turn
         lease = Lease(engine, conversation, retention, now_ns)
@@ -353,7 +370,7 @@ class Lessor:
         self._check_lease_id(session_id, lease_id, field)
         if self._is_known(engine, lease_id):  # it may be being read, so it must not be freed
             raise InvalidArgument(field, "was granted before")
-        self._send(engine, GrantRefused(lease_id, reason), now_ns)
+        self._refuse(engine, lease_id, reason, now_ns)
 
     def freed(
         self,
@@ -409,6 +426,31 @@ class Lessor:
             self._record_session(engine)
             self._effects.append(EngineChanged(engine_id))
 
+    def census(self) -> Census:
+        """Returns what there is now, as far as was looked; costs the number of engines."""
+        holdings = [
+            Holding(
+                engine.engine_id,
+                engine.draining,
+                engine.active_count,
+                engine.usage.blocks,
+                engine.usage.tokens,
+                engine.session.memory,
+                engine.session.heartbeat_ns,
+            )
+            for engine in self._engines.all()
+            if engine.session is not None
+        ]
+        held = sum(engine.active_count for engine in self._engines.all())
+        return Census(
+            active=held - self._reading_count,
+            reading=self._reading_count,
+            ending=self._lease_count - held,
+            holdings=holdings,
+            away=self._engines.away_count,
+            conversations=len(self._conversations),
+        )
+
     # ---- readers -------------------------------------------------------------------------
 
     def begin_read(self, lease_id: LeaseId, key: ConversationKey, now_ns: int) -> ReadAnswer:
@@ -417,12 +459,14 @@ class Lessor:
         conversation = self._known(key)
         lease = self._find(lease_id)
         if lease is None or lease.conversation is not conversation:
-            return ReadAnswer(_past_verdict(lease_id, conversation))
+            return self._unreadable(_past_verdict(lease_id, conversation))
         if not self._settle(lease, now_ns):
-            return ReadAnswer(_past_verdict(lease_id, conversation))
+            return self._unreadable(_past_verdict(lease_id, conversation))
         verdict = self._read_refusal(lease, lease_id, now_ns)
         if verdict != Verdict.NONE:
-            return ReadAnswer(verdict)
+            return self._unreadable(verdict)
+        self._tally.reads_granted += 1
+        self._reading_count += 1
         lease.read_ns = now_ns
         lease.read_session_number = lease_id.session_number
         lease.read_open = True
@@ -443,7 +487,8 @@ class Lessor:
             return
         if lease.read_session_number != lease_id.session_number:
             return
-        lease.read_open = False
+        self._tally.reads_ended[outcome] += 1
+        self._close_read(lease)
         completed = outcome == ReadOutcome.COMPLETED
         self._end(lease, ReleaseReason.CONSUMED if completed else ReleaseReason.READ_FAILED)
         self._settle(lease, now_ns)
@@ -759,6 +804,7 @@ class Lessor:
         for retention in inventory:
             known = engine.leases.get(retention.lease_id.number)
             if known is None:
+                self._tally.inherited += 1
                 lease = Lease(engine, self._conversation(retention.conversation), retention, now_ns)
                 lease.inherit_until_ns = inherit_until_ns
                 _, reason = unheard.get(lease.number, (0, ReleaseReason.NONE))
@@ -836,6 +882,7 @@ class Lessor:
     def _lapse(self, engine: Engine, error: LeaseServiceError | None, now_ns: int) -> None:
         """Ends the engine's session; its leases are kept in case it comes back."""
         assert engine.session is not None
+        self._tally.sessions_ended["closed" if error is None else "expired"] += 1
         if error is not None:
             self._effects.append(EndSession(_session_id(engine), error))
         engine.session = None
@@ -910,6 +957,14 @@ class Lessor:
 
     # ---- leases --------------------------------------------------------------------------
 
+    def _refuse(self, engine: Engine, lease_id: LeaseId, reason: str, now_ns: int) -> None:
+        self._tally.grants_refused[reason] += 1
+        self._send(engine, GrantRefused(lease_id, reason), now_ns)
+
+    def _unreadable(self, verdict: Verdict) -> ReadAnswer:
+        self._tally.reads_refused[verdict] += 1
+        return ReadAnswer(verdict)
+
     def _find(self, lease_id: LeaseId) -> Lease | None:
         """Returns the lease of the id's retention, under whatever session number it is now."""
         engine = self._engines.of_incarnation(lease_id.incarnation)
@@ -980,6 +1035,7 @@ class Lessor:
 
     def _attach_ended(self, lease: Lease, reason: ReleaseReason, now_ns: int) -> None:
         """Takes a lease only to release it, once no reader of an earlier term remains."""
+        self._tally.ended[reason] += 1
         lease.end_reason = reason
         lease.payload = b""
         self._count_in(lease)
@@ -1013,6 +1069,9 @@ class Lessor:
         """Stops granting the lease; the first reason stays. _settle() releases it in time."""
         if lease.ended:
             return
+        self._tally.ended[reason] += 1
+        if lease.read_open:
+            self._reading_count -= 1
         lease.end_reason = reason
         lease.payload = b""
         lease.engine.active_count -= 1
@@ -1037,7 +1096,7 @@ class Lessor:
         """Applies what is due for the lease and arms what is not; False if it is gone now."""
         live = self._live(lease.engine, now_ns) is not None
         if lease.read_open and now_ns >= lease.read_ns + self._reader_bound_ns:
-            lease.read_open = False
+            self._close_read(lease)
             self._end(lease, ReleaseReason.READ_FAILED)
             self._note_overdue(lease, now_ns)
         if not lease.ended and not lease.read_open:
@@ -1054,7 +1113,14 @@ class Lessor:
         self._arm_lease(lease)
         return True
 
+    def _close_read(self, lease: Lease) -> None:
+        """Notes that nobody reads the lease any more."""
+        if not lease.ended:
+            self._reading_count -= 1
+        lease.read_open = False
+
     def _note_overdue(self, lease: Lease, now_ns: int) -> None:
+        self._tally.reads_overdue += 1
         view = self._view(lease, now_ns)
         lease_id = view.lease_id._replace(session_number=lease.read_session_number)
         self._overdue[lease_id] = (replace(view, lease_id=lease_id), lease.read_ns)

@@ -53,7 +53,9 @@ class LeaderOffice:
         self._until_ns = until_ns
         self._store = store = self._open_store(fence)
         snapshot = await store.load()
-        lessor = Lessor(self._config, new_term(), term_ends_ns=self._until_ns)
+        lessor = Lessor(
+            self._config, new_term(), term_ends_ns=self._until_ns, tally=self._servicer.tally
+        )
         lessor.restore(snapshot, self._clock_ns())
         self._lessor = lessor
         self._servicer.lead(lessor, store)

@@ -48,6 +48,16 @@ class RouterSessions:
             for session, (name, version) in self._named.items()
         ]
 
+    @property
+    def count(self) -> int:
+        """Sessions that are open."""
+        return len(self._streams)
+
+    @property
+    def turns_in_flight(self) -> int:
+        """Turns in flight of all of them."""
+        return sum(len(session.turns) for session in self._streams)
+
     def open(
         self, request: lease_pb2.RouterSessionRequest, now_ns: int
     ) -> tuple[RouterSession, RouterStream]:

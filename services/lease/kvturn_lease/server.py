@@ -125,6 +125,11 @@ def _check_address(host: str, port: int) -> None:
             probe.bind(address)
             probe.listen(1)
     except OSError as error:
-        in_use = "the port is in use; choose another --port, 0 for any free one"
-        reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
-        raise ListenError(f"cannot listen on {address_of(host, port)}: {reason}") from None
+        raise cannot_listen(host, port, "port", error) from None
+
+
+def cannot_listen(host: str, port: int, flag: str, error: OSError) -> ListenError:
+    """Returns what to say of an address, whose port comes by `flag`, that cannot be listened on."""
+    in_use = f"the port is in use; choose another --{flag}, 0 for any free one"
+    reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
+    return ListenError(f"cannot listen on {address_of(host, port)}: {reason}")

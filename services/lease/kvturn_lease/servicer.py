@@ -12,7 +12,7 @@ import functools
 import itertools
 import logging
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from grpc.aio import EOF  # type: ignore[attr-defined]
 from opentelemetry import trace
@@ -35,6 +35,7 @@ from kvturn_lease.router_sessions import RouterSessions
 from kvturn_lease.routers import Routers
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.status import abort
+from kvturn_lease.tally import Tally
 from kvturn_lease.telemetry import caller_context
 from kvturn_lease.turn_reports import TurnReports
 
@@ -55,6 +56,8 @@ _RETENTIONS_PER_STEP = 256
 _CONVERSATIONS_PER_STEP = 256
 _WRITTEN_PER_STEP = 64
 _TRACEPARENT_CHARACTERS_MAX = 64
+_OK = "ok"
+"""How calls are counted that were not refused."""
 
 _VERSION = version("kvturn-lease")
 
@@ -67,17 +70,30 @@ _Response = TypeVar("_Response")
 def _aborts(
     method: Callable[[LeaseServicer, _Request, Any], Awaitable[_Response]],
 ) -> Callable[[LeaseServicer, _Request, Any], Awaitable[_Response]]:
-    """Answers with a status what the method refuses."""
+    """Answers with a status what the method refuses, and counts its answers."""
+    name = method.__name__
 
     @functools.wraps(method)
     async def answer(self: LeaseServicer, request: _Request, context: Any) -> _Response:
+        calls = self.tally.calls
         try:
             self.check_leading()
-            return await method(self, request, context)
+            response = await method(self, request, context)
         except LeaseServiceError as error:
+            calls[name, error.reason] += 1
             await abort(context, error)
+        calls[name, _OK] += 1
+        return response
 
     return answer
+
+
+class Leading(NamedTuple):
+    """The parts of the term that runs."""
+
+    lessor: Lessor
+    routers: RouterSessions
+    store: Store
 
 
 class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
@@ -91,11 +107,16 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         clock_ns: Callable[[], int],
         tracer: trace.Tracer,
         callers: Callers | None = None,
+        tally: Tally | None = None,
     ) -> None:
         """`clock_ns` is CLOCK_BOOTTIME: it goes on while the machine is suspended.
 
-        Without `lessor` and `store` it stands by until lead().
+        Without `lessor` and `store` it stands by until lead(). `tally` counts for all of the
+        process; None: one of its own.
         """
+        self.tally = Tally() if tally is None else tally
+        self.term_began_ns = 0
+        """When the term that runs began."""
         self._config = config
         self._leading: Lessor | None = None
         self._store: Store | None = None
@@ -117,6 +138,8 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
 
     def _open_term(self, lessor: Lessor, store: Store) -> None:
         self._leading, self._store = lessor, store
+        self.term_began_ns = self._clock_ns()
+        self.tally.terms += 1
         recognition = Recognition(self._config.lessor.conversations_max)
         routers = Routers(lessor, recognition, self._config.routers)
         self._routers = RouterSessions(self._config, lessor, routers, TurnReports())
@@ -125,6 +148,13 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def leads(self) -> bool:
         """Whether it answers; else it refuses everything."""
         return self._leading is not None
+
+    @property
+    def leading(self) -> Leading | None:
+        """What it answers out of, None while it stands by."""
+        if self._leading is None or self._routers is None or self._store is None:
+            return None
+        return Leading(self._leading, self._routers, self._store)
 
     def lead(self, lessor: Lessor, store: Store) -> None:
         """Answers out of `lessor` from now on."""

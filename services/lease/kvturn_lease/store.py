@@ -114,6 +114,10 @@ class Snapshot:
 class Store(Protocol):
     """The seam behind which records are kept, by one term of leadership at a time."""
 
+    @property
+    def waiting(self) -> int:
+        """Changes that are not applied yet."""
+
     async def load(self) -> Snapshot:
         """Returns what earlier terms recorded, before the first `record` of this one."""
 
@@ -130,6 +134,11 @@ class MemoryStore:
     def __init__(self) -> None:
         self._sessions: dict[str, SessionRecord] = {}
         self._conversations: dict[ConversationKey, ConversationRecord] = {}
+
+    @property
+    def waiting(self) -> int:
+        """None: changes are applied at once."""
+        return 0
 
     async def load(self) -> Snapshot:
         """Returns a copy of what was recorded."""

@@ -14,9 +14,8 @@ from kvturn.metrics import (
     Histogram,
     Page,
     PageWriter,
-    process_families,
-    process_page,
 )
+from kvturn.metrics_page import process_families, process_page
 from kvturn_router.engines.admission import WAIT
 from kvturn_router.engines.engine import Engine
 from kvturn_router.front.body_budget import BodyBudget

@@ -7,7 +7,8 @@ no key; where they do, only an operator, unless the router was told otherwise.
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
 
-from kvturn.metrics import Family, Page, written
+from kvturn.metrics import Family, Page
+from kvturn.metrics_page import written
 from kvturn_router.front.http_wire import HttpAnswer, HttpRequest
 from kvturn_router.request.keys import ApiKeys, operator_of
 
