@@ -40,7 +40,7 @@ def kvturn(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
         (["router", "--grcp-port=1"], "--grcp-port=1; did you mean --grpc-port?"),
         (["lease", "--session-tll", "3"], "--session-tll 3; did you mean --session-ttl?"),
         (["lease", "--session-ttl=3"], "--session-ttl (KVTURN_LEASE_SESSION_TTL) must be at"),
-        (["route"], "no command 'route'; one of up, down, chat, demo, router, lease,"),
+        (["route"], "no command 'route'; one of up, down, chat, demo, top, "),
         (["down", "extra"], "unrecognized arguments: extra"),
         (["chat", "--max-tokens", "0"], "--max-tokens"),
         (["demo", "--model", "/nowhere"], "--model /nowhere: no model there"),

@@ -988,8 +988,14 @@ async def test_only_the_conversations_that_are_wanted_are_listed(service: Servic
     assert names_of(await listed(service, model="M")) == []
     assert set(names_of(await listed(service, engine_id="d2"))) == {"c2", "c3"}
     assert set(names_of(await listed(service, retained_only=True))) == {"c1", "c2", "c3"}
+    assert names_of(await listed(service, conversation_id="c1")) == ["c1"]
+    assert names_of(await listed(service, conversation_id="c")) == []
     page = await listed(service, page_size=2)
     assert (len(page.conversations), page.total_size) == (2, 6)
+    await router.begin(6, "s~0123456789ab")
+    await router.begin(7, "s")
+    await router.begin(8, "s2")
+    assert set(names_of(await listed(service, conversation_id="s"))) == {"s", "s~0123456789ab"}
     await two.down()
     # Nothing of it can be reused until it is back, but it held the conversation last.
     assert names_of(await listed(service, retained_only=True)) == ["c1"]

@@ -11,6 +11,13 @@ COMMANDS = {
     "down": ("kvturn_cli.up", "down", "stop what kvturn up started"),
     "chat": ("kvturn_cli.chat", "main", "talk through the router; shows each turn's reuse"),
     "demo": ("kvturn_cli.demo", "main", "hold a scripted conversation and compare TTFT"),
+    "top": ("kvturn_cli.top", "main", "watch engines, conversations and reuse, live"),
+    "conversations": ("kvturn_cli.conversations", "main", "list conversations"),
+    "turns": ("kvturn_cli.turns", "main", "show a conversation's turns, and why each reused"),
+    "leases": ("kvturn_cli.leases", "main", "list leases"),
+    "engines": ("kvturn_cli.engines", "main", "list engines and their KV memory"),
+    "revoke": ("kvturn_cli.revoke", "main", "end leases"),
+    "drain": ("kvturn_cli.drain", "main", "send an engine no new turns, or again"),
     "router": ("kvturn_router.__main__", "main", "start one router"),
     "lease": ("kvturn_lease.__main__", "main", "start one lease service"),
     "doctor": ("kvturn_cli.doctor.command", "main", "check a deployment; says what to fix"),
@@ -42,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def usage() -> str:
     """Returns the list of commands."""
-    lines = [f"  {name:8}{text}" for name, (_, _, text) in COMMANDS.items()]
+    lines = [f"  {name:15}{text}" for name, (_, _, text) in COMMANDS.items()]
     head = "usage: kvturn COMMAND [--help]\n\nKV reuse across turns for prefill/decode serving.\n"
     return "\n".join([head, *lines])
 

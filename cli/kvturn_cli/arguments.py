@@ -1,36 +1,53 @@
 """Command-line flags with KVTURN_* twins, and errors of one line.
 
 Every flag --some-name of `kvturn up` can be given as KVTURN_UP_SOME_NAME instead; the flag wins.
+Commands that ask the lease service share the variables KVTURN_OPERATOR_*, see lease_connection.py.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from kvturn.spelling import stray_variables, unknown_variable, with_flag_meant
+
+NAME_BYTES_MAX = 256
+
+
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Tells defaults, where there is something to tell."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default in (None, False, "", []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 class Parser(argparse.ArgumentParser):
     """An argument parser whose defaults come from the environment and whose errors fit a line."""
 
-    def __init__(self, prog: str, description: str) -> None:
+    def __init__(self, prog: str, description: str, variables: str = "") -> None:
+        """`variables`: what those of the flags begin with; by default the command's name."""
         super().__init__(
-            prog=prog,
-            description=description,
-            allow_abbrev=False,
-            formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+            prog=prog, description=description, allow_abbrev=False, formatter_class=_HelpFormatter
         )
-        self._prefix = prog.replace(" ", "_").upper()
+        self._prefix = variables or f"{prog.replace(' ', '_').upper()}_"
         self._variables: dict[str, str] = {}
 
-    def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:
-        """Adds a flag; its default is the KVTURN_* variable's value where that is set."""
+    def add_argument(self, *names: Any, variable: bool = True, **settings: Any) -> argparse.Action:
+        """Adds a flag; its default is the KVTURN_* variable's value where that is set.
+
+        Without `variable` it has none.
+        """
         action = super().add_argument(*names, **settings)
         flag = names[0]
-        if not isinstance(flag, str) or not flag.startswith("--"):
+        if not variable or not isinstance(flag, str) or not flag.startswith("--"):
             return action
-        variable = f"{self._prefix}_{flag[2:].replace('-', '_').upper()}"
+        return self._with_variable(action, flag)
+
+    def _with_variable(self, action: argparse.Action, flag: str) -> argparse.Action:
+        variable = f"{self._prefix}{flag[2:].replace('-', '_').upper()}"
         self._variables[variable] = flag
         text = os.environ.get(variable, "")
         if text:
@@ -53,7 +70,7 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Reads the flags, once no variable of this command is misspelt."""
         parsed = super().parse_known_args(args, namespace)
-        problem = unknown_variable(f"{self._prefix}_", self._variables, os.environ)
+        problem = unknown_variable(self._prefix, self._variables, os.environ)
         if problem:
             self.error(problem)
         return parsed
@@ -85,6 +102,33 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
+
+
+def name(text: str) -> str:
+    """Reads a name of something: 1 to 256 bytes of UTF-8."""
+    try:
+        size = len(text.encode())
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8") from None
+    if not 1 <= size <= NAME_BYTES_MAX:
+        raise argparse.ArgumentTypeError(f"must have 1 to {NAME_BYTES_MAX} bytes, not {size}")
+    return text
+
+
+def tenant(text: str) -> str:
+    """Reads a tenant's name, which may be empty."""
+    return name(text) if text else text
+
+
+def at_most(most: int) -> Callable[[str], int]:
+    """Returns what reads a whole number from 1 to `most`."""
+
+    def read(text: str) -> int:
+        if not text.isdecimal() or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
+        return int(text)
+
+    return read
 
 
 def seconds(text: str) -> float:

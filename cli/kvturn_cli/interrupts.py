@@ -1,5 +1,6 @@
 """Turns the signals that ask a command to stop into one exception."""
 
+import asyncio
 import contextlib
 import signal
 from collections.abc import Iterator
@@ -31,3 +32,19 @@ def interruptible() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """Ends the block, on an event loop, at such a signal, as if it had come to its end."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        yield
+    except asyncio.CancelledError:
+        task.uncancel()
+    finally:
+        for number in STOP_SIGNALS:
+            loop.remove_signal_handler(number)

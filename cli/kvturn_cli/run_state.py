@@ -31,6 +31,8 @@ class RunState:
     """Base URL of the router."""
     model: str = ""
     """Name of the model that it serves."""
+    lease_address: str = ""
+    """HOST:PORT of the lease service."""
 
 
 def state_file(run_dir: Path) -> Path:

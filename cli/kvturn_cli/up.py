@@ -153,7 +153,14 @@ def run(args: argparse.Namespace) -> int:
         children = tuple(process.id for process in stack.processes if process.id)
         run_state.write(
             args.run_dir,
-            RunState(holder, children, True, stack.router_url, stack.served_model_name),
+            RunState(
+                holder,
+                children,
+                True,
+                stack.router_url,
+                stack.served_model_name,
+                stack.lease_address,
+            ),
         )
         ready = True
         announce(progress, stack)

@@ -12,8 +12,9 @@ _OURS = "KVTURN_"
 _UNKNOWN_FLAGS = "unrecognized arguments: "  # argparse's words
 _LIKENESS_MIN = 0.5
 
-COMMANDS = ("chat", "demo", "down", "lease", "otlp", "router", "up")
-"""Whose settings are also variables: those of `kvturn up` begin with KVTURN_UP_."""
+COMMANDS = ("chat", "demo", "down", "lease", "operator", "otlp", "router", "up")
+"""Whose settings are also variables: those of `kvturn up` begin with KVTURN_UP_. Commands for
+operators share those that begin with KVTURN_OPERATOR_."""
 _OTHERS = ("KVTURN_ETCD", "KVTURN_MULTI_TURN_BENCHMARK", "KVTURN_TRACE")
 """No command's: which etcd to run; the last two are of a checkout's tests and benchmarks."""
 

@@ -382,18 +382,20 @@ class Conversation(_message.Message):
     def __init__(self, key: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., turns: _Optional[int] = ..., turns_in_flight: _Optional[int] = ..., quiet_for: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., engine_id: _Optional[str] = ..., token_count: _Optional[int] = ..., block_count: _Optional[int] = ..., lease_count: _Optional[int] = ..., idle_in: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., latest_turn: _Optional[_Union[_common_pb2.TurnReport, _Mapping]] = ...) -> None: ...
 
 class ListConversationsRequest(_message.Message):
-    __slots__ = ("tenant", "model", "engine_id", "retained_only", "page_size")
+    __slots__ = ("tenant", "model", "engine_id", "retained_only", "page_size", "conversation_id")
     TENANT_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     ENGINE_ID_FIELD_NUMBER: _ClassVar[int]
     RETAINED_ONLY_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     tenant: str
     model: str
     engine_id: str
     retained_only: bool
     page_size: int
-    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., engine_id: _Optional[str] = ..., retained_only: bool = ..., page_size: _Optional[int] = ...) -> None: ...
+    conversation_id: str
+    def __init__(self, tenant: _Optional[str] = ..., model: _Optional[str] = ..., engine_id: _Optional[str] = ..., retained_only: bool = ..., page_size: _Optional[int] = ..., conversation_id: _Optional[str] = ...) -> None: ...
 
 class ListConversationsResponse(_message.Message):
     __slots__ = ("conversations", "total_size")

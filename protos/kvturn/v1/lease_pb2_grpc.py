@@ -225,7 +225,7 @@ class LeaseServiceServicer(object):
     def ListConversations(self, request, context):
         """Lists conversations that the lease service knows, those with the latest
         sign of life first.
-        Errors: INVALID_ARGUMENT (page_size).
+        Errors: INVALID_ARGUMENT.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -130,7 +130,7 @@ class LeaseServiceStub:
     ]
     """Lists conversations that the lease service knows, those with the latest
     sign of life first.
-    Errors: INVALID_ARGUMENT (page_size).
+    Errors: INVALID_ARGUMENT.
     """
 
     GetLease: grpc.UnaryUnaryMultiCallable[
@@ -289,7 +289,7 @@ class LeaseServiceAsyncStub:
     ]
     """Lists conversations that the lease service knows, those with the latest
     sign of life first.
-    Errors: INVALID_ARGUMENT (page_size).
+    Errors: INVALID_ARGUMENT.
     """
 
     GetLease: grpc.aio.UnaryUnaryMultiCallable[
@@ -468,7 +468,7 @@ class LeaseServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[kvturn.v1.lease_pb2.ListConversationsResponse, collections.abc.Awaitable[kvturn.v1.lease_pb2.ListConversationsResponse]]:
         """Lists conversations that the lease service knows, those with the latest
         sign of life first.
-        Errors: INVALID_ARGUMENT (page_size).
+        Errors: INVALID_ARGUMENT.
         """
 
     @abc.abstractmethod

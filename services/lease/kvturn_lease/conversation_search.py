@@ -32,6 +32,8 @@ class Wanted:
     engine_id: str = ""
     """That holds, or last held, the conversation's KV."""
     retained_only: bool = False
+    conversation_id: str = ""
+    """Its own, or the one under which it was told apart (kvturn/recognition.py)."""
 
     def matches(self, conversation: Conversation) -> bool:
         """Tells whether a conversation is one of them."""
@@ -41,7 +43,12 @@ class Wanted:
             and (not self.model or key.model == self.model)
             and (not self.engine_id or conversation.engine_id == self.engine_id)
             and (not self.retained_only or conversation.retained is not None)
+            and (not self.conversation_id or self._is_named(key.conversation_id))
         )
+
+    def _is_named(self, conversation_id: str) -> bool:
+        name = self.conversation_id
+        return conversation_id == name or conversation_id.startswith(f"{name}~")
 
 
 class ConversationSearch:

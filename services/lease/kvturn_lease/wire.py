@@ -391,11 +391,13 @@ def wanted(request: lease_pb2.ListConversationsRequest) -> tuple[Wanted, int]:
     _check_text(request.tenant, "tenant", 0, _KEY_PART_BYTES_MAX)
     _check_text(request.model, "model", 0, _KEY_PART_BYTES_MAX)
     _check_text(request.engine_id, "engine_id", 0, _ENGINE_ID_BYTES_MAX)
+    _check_text(request.conversation_id, "conversation_id", 0, _KEY_PART_BYTES_MAX)
     which = Wanted(
         tenant=request.tenant,
         model=request.model,
         engine_id=request.engine_id,
         retained_only=request.retained_only,
+        conversation_id=request.conversation_id,
     )
     return which, _page_size(request.page_size)
 
