@@ -35,6 +35,8 @@ TORCH = "torch==2.13.0+cpu"
 VLLM_VERSIONS = ("0.29.0", "0.32.0")
 PROTOBUF_VERSIONS = ("5.29.6", "6.33.5", "7.36.2")
 PEERS = ("vllm-router", "smg", "example-proxy")  # Routers that bench/router measures.
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = ("chromium", "fonts-liberation")  # Debian's packages.
 MEMBERS = ("protos", "services/lease", "services/router", "connector", "cli")
 FREE_GIB_MIN = 6.0  # Both vLLM environments with uv's cache, measured 4.4 GiB.
 GLIBC_MIN = (2, 28)  # The wheels' platform tag is manylinux_2_28.
@@ -335,6 +337,21 @@ def make_connector_alone() -> None:
         uv("pip", "install", "--python", str(target / "bin" / "python"), *constraints, *files)
 
 
+def make_browser() -> None:
+    """Installs Chromium, for the tests of the router's page, where that can be done unasked.
+
+    Elsewhere those tests are left out, and say so.
+    """
+    if not any(map(shutil.which, BROWSERS)):
+        if os.geteuid() == 0 and shutil.which("apt-get"):
+            env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+            run(["apt-get", "update", "--quiet"], env=env)
+            run(["apt-get", "install", "--yes", "--no-install-recommends", *CHROMIUM], env=env)
+        else:
+            say("  no Chromium: tests of the router's page are left out; apt install chromium")
+    (ENVS / "browser").mkdir(parents=True, exist_ok=True)
+
+
 def sources(*folders: str) -> tuple[Path, ...]:
     """Returns the files of which those workspace folders' wheels are made."""
     found = [
@@ -376,6 +393,7 @@ def all_steps() -> dict[str, Step]:
         locked = REQUIREMENTS / f"{name}.txt"
         make = functools.partial(make_environment, ENVS / name, locked)
         steps.append(Step(name, ENVS / name, (locked,), make, optional=True))
+    steps.append(Step("browser", ENVS / "browser", (), make_browser, heavy=True))
     alone = (REQUIREMENTS / "connector.txt", build, *sources("protos", "connector"))
     steps.append(Step("connector-alone", ENVS / "connector-alone", alone, make_connector_alone))
     return {step.name: step for step in steps}

@@ -10,6 +10,7 @@ import yaml
 from jsonschema import Draft202012Validator
 from openapi_spec_validator import validate
 from router_harness import FakeLease, Rig, router, turn_body
+from ui_scene import populated, some_turns
 
 from kvturn.v1 import common_pb2
 from kvturn_router.request.conversation import TurnReport
@@ -130,6 +131,30 @@ async def test_conversations_are_told_as_documented() -> None:
         assert len(view["turns"]) == 1
         await asker.ask("GET", one, "/kvturn/v1/conversations/c2?model=m", status=404)
         await asker.ask("POST", alive, target, {"absence_s": 5}, status=501)
+
+
+async def test_what_the_page_asks_for_is_told_as_documented(tmp_path: Path) -> None:
+    """The summary and the list, with a lease service that answers, is silent, or is not there."""
+    (tmp_path / "keys").write_text("client-0123456789 team-a\n")
+    summary, listed = "/kvturn/v1/summary", "/kvturn/v1/conversations"
+    async with router(lease=populated()) as rig:
+        await some_turns(rig)
+        asker = Asker(rig)
+        assert (await asker.ask("GET", summary))["recent"]["turns"] == 6
+        assert (await asker.ask("GET", listed))["total"] == 7
+        await asker.ask("GET", listed, f"{listed}?limit=0", status=400)
+    async with router(lease=populated()) as rig:
+        await some_turns(rig)
+        rig.lease.silent = True
+        asker = Asker(rig)
+        assert (await asker.ask("GET", summary))["lease_service"]["problem"]
+        assert (await asker.ask("GET", listed))["problem"]
+    async with router(f"--api-keys-file={tmp_path}/keys") as rig:
+        asker = Asker(rig)
+        await asker.ask("GET", listed, key="client-0123456789")
+        await asker.ask("GET", listed, f"{listed}?tenant=b", key="client-0123456789", status=403)
+        await asker.ask("GET", listed, status=401)
+        await asker.ask("GET", summary, key="client-0123456789", status=403)
 
 
 async def test_operators_are_answered_as_documented(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ DOCUMENTS = (
     DOCTOR,
     SECURITY,
     ROOT / "docs" / "clients.md",
+    ROOT / "docs" / "ui.md",
     *sorted((ROOT / "docs" / "api").glob("*.md")),
     BAREMETAL,
 )

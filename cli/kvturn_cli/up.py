@@ -181,6 +181,7 @@ def run(args: argparse.Namespace) -> int:
 def announce(progress: ConsoleProgress, stack: Stack) -> None:
     """Tells where everything is."""
     progress.done(f"kvturn is up. OpenAI API: {stack.router_url}/v1, gRPC: {stack.router_grpc}")
+    progress.done(f"what goes on: {stack.router_url}/ui")
     progress.done(f"model: {stack.served_model_name}; leases: {stack.lease_address}")
     if stack.store != MEMORY:
         progress.done(f"records: {stack.store}")

@@ -12,7 +12,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 
 import uvloop
@@ -20,6 +20,7 @@ import uvloop
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
+from kvturn.metrics import Page
 from kvturn.recognition import Recognition, minted_id
 from kvturn.spelling import stray_variables
 from kvturn.tls import ClientTls, ServerTls
@@ -39,7 +40,9 @@ from kvturn_router.front.grpc_front import GrpcFront, RouterServicer
 from kvturn_router.front.http_front import HttpFront
 from kvturn_router.front.http_wire import Listener, WireLimits
 from kvturn_router.front.metrics_front import MetricsFront
+from kvturn_router.front.overview_front import OverviewFront
 from kvturn_router.front.settings_front import SettingsFront
+from kvturn_router.front.viewers import Viewers
 from kvturn_router.leases.conversation_book import ConversationBook
 from kvturn_router.leases.lease_client import LeaseClient
 from kvturn_router.leases.router_session import RouterSession
@@ -51,6 +54,7 @@ from kvturn_router.telemetry.span_export import OtlpExporter
 from kvturn_router.telemetry.turn_trace import Telemetry
 from kvturn_router.turn.forward import Forwarder, LeaseReuse, TurnLimits
 from kvturn_router.turn.legs import Legs, RequestIds
+from kvturn_router.turn.recent_turns import RecentTurns
 from kvturn_router.turn.stock import HandleBook
 from kvturn_router.turn.stock_reuse import StockReuse
 from kvturn_router.worker_pages import WorkerPages, WorkerPlace
@@ -224,29 +228,7 @@ def compose(
     intake = _intake(config)
     gate = Gate(config.turns_max)
     bodies = BodyBudget(config.bodies_bytes_max)
-    admins = _admin_keys(config)
-    front = HttpFront(
-        intake=intake,
-        forwarder=forwarder,
-        fleet=fleet,
-        engines=EnginesFront(
-            fleet,
-            admin_keys=admins,
-            anyone_may_see=config.api_keys_file is None,
-            one_of_several=shares_ports,
-        ),
-        metrics=MetricsFront(
-            FAMILIES,
-            lambda: pages.all(),
-            admin_keys=admins,
-            anyone_may_read=config.api_keys_file is None or config.metrics_without_key,
-        ),
-        settings=SettingsFront(
-            config, admin_keys=admins, anyone_may_see=config.api_keys_file is None
-        ),
-        gate=gate,
-        authorization=config.engine_authorization,
-    )
+    front = _http_front(config, intake, forwarder, gate, lambda: pages.all(), shares_ports)
     listener = Listener(
         front.serve,
         WireLimits(config.body_bytes_max, config.head_bytes_max),
@@ -291,6 +273,7 @@ def _forwarder(config: RouterConfig, fleet: Fleet, telemetry: Telemetry) -> Forw
         admission=Admission(fleet, room, boottime_ns),
         legs=legs,
         book=ConversationBook(config.conversations_max),
+        recent=RecentTurns(),
         tracer=telemetry.turns,
         limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
         costs=Costs(),
@@ -331,9 +314,45 @@ def _stock(config: RouterConfig, legs: Legs) -> StockReuse:
     return StockReuse(handles, Recognition(config.conversations_max), legs, boottime_ns)
 
 
-def _admin_keys(config: RouterConfig) -> ApiKeys | None:
-    keys = config.admin_keys_file
-    return None if keys is None else ApiKeys(watched_keys("--admin-keys-file", keys))
+def _http_front(
+    config: RouterConfig,
+    intake: Intake,
+    forwarder: Forwarder,
+    gate: Gate,
+    pages: Callable[[], Awaitable[Mapping[str, Page]]],
+    one_of_several: bool,
+) -> HttpFront:
+    file = config.admin_keys_file
+    admin_keys = None if file is None else ApiKeys(watched_keys("--admin-keys-file", file))
+    viewers = Viewers(intake, admin_keys)
+    return HttpFront(
+        intake=intake,
+        forwarder=forwarder,
+        fleet=forwarder.fleet,
+        engines=EnginesFront(
+            forwarder.fleet,
+            admin_keys=admin_keys,
+            anyone_may_see=intake.keys is None,
+            one_of_several=one_of_several,
+        ),
+        overview=OverviewFront(
+            forwarder,
+            gate=gate,
+            viewers=viewers,
+            trace_url=config.trace_url,
+            one_of_several=one_of_several,
+        ),
+        metrics=MetricsFront(
+            FAMILIES,
+            pages,
+            admin_keys=admin_keys,
+            anyone_may_read=intake.keys is None or config.metrics_without_key,
+        ),
+        settings=SettingsFront(config, admin_keys=admin_keys, anyone_may_see=intake.keys is None),
+        viewers=viewers,
+        gate=gate,
+        authorization=config.engine_authorization,
+    )
 
 
 def _grpc(

@@ -24,7 +24,10 @@ from kvturn_router.request.conversation import SESSION_HEADERS
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
+_TRACE_URL: Final = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
+TRACE_ID: Final = "{trace_id}"
+"""What stands for a turn's trace in --trace-url."""
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 
@@ -101,6 +104,8 @@ class RouterConfig:
     """Whether /metrics is for anybody even where clients need a key; else it is for operators."""
     otlp_endpoint: str | None
     """Where spans go, None for nowhere."""
+    trace_url: str
+    """Where a turn's trace is shown, with TRACE_ID in its place, "" for nowhere."""
     connect_timeout_s: float
     """Longest wait for a connection to an engine."""
     prefill_timeout_s: float
@@ -237,6 +242,15 @@ def _endpoint(text: str) -> str:
     return text.rstrip("/")
 
 
+def _trace_url(text: str) -> str:
+    if not _TRACE_URL.fullmatch(text) or text.count(TRACE_ID) != 1:
+        raise ValueError(
+            f"must be http://HOST... or https://HOST... with {TRACE_ID} once in it, "
+            f"as http://127.0.0.1:16686/trace/{TRACE_ID}"
+        )
+    return text
+
+
 _PORT = _whole(0, 65_535)
 _COUNT_MAX = 10_000_000
 _ENDPOINTS_MAX: Final = 16
@@ -293,6 +307,7 @@ _FLAGS: Final = (
     _Flag("lease-key", _file, None, "FILE", "its key"),
     _Flag("lease-token-file", _file, None, "FILE", "token that we show the lease service"),
     _Flag("otlp-endpoint", _endpoint, None, "URL", "OTLP gRPC endpoint for traces"),
+    _Flag("trace-url", _trace_url, "", "URL", f"where /ui links to traces, with {TRACE_ID} in it"),
     _Flag("connect-timeout-s", _seconds(0.01), 3.0, "S", "wait for a connection to an engine"),
     _Flag("prefill-timeout-s", _seconds(0.1), 300.0, "S", "silence of prefill"),
     _Flag("decode-timeout-s", _seconds(0.1), 600.0, "S", "silence of decode"),
@@ -341,7 +356,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"Each flag has a variable: --grpc-port is also {_VARIABLE}GRPC_PORT.",
     )
     for flag in _FLAGS:
-        listed = flag.default is None or isinstance(flag.default, tuple)
+        listed = flag.default in (None, "") or isinstance(flag.default, tuple)
         default = "" if listed else f" (default {flag.default})"
         names = ["--grace-s", "--grace"] if flag.name == "grace-s" else [f"--{flag.name}"]
         parser.add_argument(*names, metavar=flag.metavar, help=flag.about + default)
@@ -404,6 +419,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         lease_token_file=values["lease_token_file"],
         metrics_without_key=values["metrics_without_key"],
         otlp_endpoint=values["otlp_endpoint"],
+        trace_url=values["trace_url"],
         connect_timeout_s=values["connect_timeout_s"],
         prefill_timeout_s=values["prefill_timeout_s"],
         decode_timeout_s=values["decode_timeout_s"],

@@ -17,7 +17,10 @@ from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.http_wire import HttpAnswer, HttpRequest
 from kvturn_router.front.metrics_front import METRICS, MetricsFront
+from kvturn_router.front.overview_front import CONVERSATIONS, SUMMARY, OverviewFront
 from kvturn_router.front.settings_front import SETTINGS, SettingsFront
+from kvturn_router.front.ui_front import UI, UiFront
+from kvturn_router.front.viewers import Viewers
 from kvturn_router.request.body import given_number, parse
 from kvturn_router.request.conversation import (
     ConversationKey,
@@ -39,13 +42,9 @@ from kvturn_router.turn.legs import engine_error, no_engine, relayed_headers, wh
 
 logger = logging.getLogger("kvturn.router.http")
 
-_CONVERSATIONS: Final = "/kvturn/v1/conversations/"
-_WITHOUT_KEY: Final = (
-    b"/health",
-    b"/ready",
-    b"/metrics",
-    b"/kvturn/v1/engines",
-    SETTINGS.encode(),
+_CONVERSATIONS: Final = f"{CONVERSATIONS}/"
+_WITHOUT_KEY: Final = tuple(
+    path.encode() for path in ("/health", "/ready", METRICS, ENGINES, SETTINGS, SUMMARY, UI)
 )
 """How targets begin that need no key, or an operator's; all others are judged once more."""
 _ROUTES: Final = ", ".join(
@@ -54,11 +53,14 @@ _ROUTES: Final = ", ".join(
         COMPLETIONS,
         RESPONSES,
         "/v1/models",
+        CONVERSATIONS,
         f"{_CONVERSATIONS}{{id}}?model=M",
         f"{_CONVERSATIONS}{{id}}/keepalive?model=M",
         ENGINES,
         DRAIN,
         SETTINGS,
+        SUMMARY,
+        UI,
         "/health",
         "/ready",
         METRICS,
@@ -141,6 +143,8 @@ class HttpFront:
         engines: EnginesFront,
         metrics: MetricsFront,
         settings: SettingsFront,
+        overview: OverviewFront,
+        viewers: Viewers,
         gate: Gate,
         authorization: bytes | None,
     ) -> None:
@@ -150,6 +154,9 @@ class HttpFront:
         self._engines = engines
         self._metrics = metrics
         self._settings = settings
+        self._overview = overview
+        self._viewers = viewers
+        self._ui = UiFront()
         self._gate = gate
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
@@ -161,7 +168,9 @@ class HttpFront:
         try:
             self._intake.tenant(headers)
         except TurnError as refusal:
-            return refusal
+            # Operators bring no client's key, and see conversations all the same.
+            seen = target.startswith(CONVERSATIONS.encode()) and self._viewers.is_operator(headers)
+            return None if seen else refusal
         return None
 
     def serve(self, answer: HttpAnswer, request: HttpRequest) -> None:
@@ -208,6 +217,15 @@ class HttpFront:
         elif path == SETTINGS:
             _allow(request, "GET")
             self._settings.serve(answer, request)
+        elif path == SUMMARY:
+            _allow(request, "GET")
+            self._run(answer, lambda: self._overview.summary(answer, request))
+        elif path == CONVERSATIONS:
+            _allow(request, "GET")
+            self._run(answer, lambda: self._overview.conversations(answer, request, query))
+        elif path == UI or path.startswith(f"{UI}/"):
+            _allow(request, "GET")
+            self._ui.serve(answer, request, path)
         elif path.startswith(_CONVERSATIONS):
             self._conversation(answer, request, path.removeprefix(_CONVERSATIONS), query)
         else:
@@ -356,7 +374,8 @@ class HttpFront:
         self, answer: HttpAnswer, request: HttpRequest, rest: str, query: str
     ) -> None:
         keep_alive = rest.endswith("/keepalive")
-        key = self._key(request, rest.removesuffix("/keepalive"), query)
+        seen = request.method in ("GET", "HEAD") and not keep_alive
+        key = self._key(request, rest.removesuffix("/keepalive"), query, seen=seen)
         if keep_alive:
             _allow(request, "POST")
             self._run(answer, lambda: self._keep_alive(answer, request, key))
@@ -366,7 +385,8 @@ class HttpFront:
             _allow(request, "GET", "DELETE")
             self._run(answer, lambda: self._tell(answer, key))
 
-    def _key(self, request: HttpRequest, name: str, query: str) -> ConversationKey:
+    def _key(self, request: HttpRequest, name: str, query: str, *, seen: bool) -> ConversationKey:
+        """Returns the conversation that is meant; `seen` says that it is only looked at."""
         try:
             conversation_id = unquote(name, errors="strict")
             fields = parse_qs(query, keep_blank_values=True, errors="strict")
@@ -374,8 +394,13 @@ class HttpFront:
             raise TurnError(400, "The path cannot be read.", reason="PATH_INVALID") from None
         if not fields.get("model"):
             raise bad_field("model", "The query must name the model: ?model=NAME.")
+        named = fields.get("tenant", [None])[0]
+        if not seen and named is not None:
+            raise bad_field("tenant", "tenant can be named only to look at a conversation.")
         return ConversationKey(
-            self._intake.tenant(request.headers),
+            self._viewers.tenant_of_one(request.headers, named)
+            if seen
+            else self._intake.tenant(request.headers),
             checked_name("model", fields["model"][0]),
             checked_name("conversation_id", conversation_id),
         )

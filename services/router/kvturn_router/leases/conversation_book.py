@@ -6,15 +6,19 @@ object costs the garbage collector nothing. Nothing here does I/O.
 """
 
 from collections import OrderedDict
+from itertools import islice
 from struct import Struct
 from struct import error as StructError
 from typing import Final
 
-from kvturn_router.request.conversation import ConversationKey, TurnReport
+from kvturn_router.request.conversation import ConversationEntry, ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
 REPORTS_MAX: Final = 64
 """Turns remembered per conversation."""
+
+_LOOKED_AT_MAX: Final = 10_000
+"""Conversations that one list of some of them looks through."""
 
 _head: Final = Struct("<Q")  # turns
 _turn: Final = Struct("<HHHHHIIIIIIIIIQ")
@@ -63,6 +67,30 @@ class ConversationBook:
         """Returns the latest turns, oldest first; None if the conversation is not known."""
         record = self._records.get(key)
         return None if record is None else self._log.read(record[_head.size :])
+
+    def latest(
+        self, limit: int, *, tenant: str | None, model: str | None
+    ) -> tuple[list[ConversationEntry], int]:
+        """Returns at most `limit` conversations, the latest first, and how many there are.
+
+        `tenant` and `model` are those wanted, None for any; of those only the
+        latest `_LOOKED_AT_MAX` conversations are looked through.
+        """
+        if tenant is None and model is None:
+            keys = list(islice(reversed(self._records), limit))
+            return [self._entry(key) for key in keys], len(self._records)
+        keys = [
+            key
+            for key in islice(reversed(self._records), _LOOKED_AT_MAX)
+            if tenant in (None, key.tenant) and model in (None, key.model)
+        ]
+        return [self._entry(key) for key in keys[:limit]], len(keys)
+
+    def _entry(self, key: ConversationKey) -> ConversationEntry:
+        record = self._records[key]
+        reports = self._log.read(record[_head.size :][-_turn.size :])
+        turns = int(_head.unpack_from(record)[0])
+        return ConversationEntry(*key, turns=turns, latest_turn=reports[-1] if reports else None)
 
 
 class _Words(dict[str, int]):

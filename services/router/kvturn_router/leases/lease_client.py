@@ -5,7 +5,7 @@ They are made for clients and for reads that seem stuck, not for every turn.
 
 import asyncio
 import logging
-from typing import NamedTuple, cast
+from typing import Final, NamedTuple, cast
 
 import grpc
 import grpc.aio
@@ -20,6 +20,9 @@ from kvturn_router.verdict import Verdict, verdict_named
 logger = logging.getLogger("kvturn.router.lease")
 
 _CALL_DEADLINE_S = 1.0
+
+LISTED_MAX: Final = 1000
+"""Conversations that one answer lists."""
 
 
 class ReadState(NamedTuple):
@@ -72,6 +75,44 @@ class LeaseClient:
         if not answer.lease.HasField("reading_for"):
             return ReadState(None, answer.lease.state == lease_pb2.Lease.STATE_ENDING)
         return ReadState(answer.lease.reading_for.ToMilliseconds(), False)
+
+    async def engines(self) -> list[lease_pb2.Engine]:
+        """Returns the engines that have a session. Raises TurnError 503 without an answer."""
+        try:
+            answer = await self._channels.ask(
+                lambda stub: stub.ListEngines,
+                lease_pb2.ListEnginesRequest(),
+                timeout_s=_CALL_DEADLINE_S,
+            )
+        except (Unanswered, grpc.aio.AioRpcError) as error:
+            raise self._error(error) from None
+        return list(answer.engines)
+
+    async def conversations(
+        self, limit: int, *, tenant: str | None, model: str | None
+    ) -> lease_pb2.ListConversationsResponse:
+        """Returns at most `limit` conversations, those with the latest sign of life first.
+
+        `tenant` and `model` are those wanted, None for any. Of those without a
+        tenant ("") only such are found that are among the latest of all.
+        Raises TurnError 503 without an answer.
+        """
+        request = lease_pb2.ListConversationsRequest(
+            tenant=tenant or "",
+            model=model or "",
+            page_size=limit if tenant != "" else LISTED_MAX,
+        )
+        try:
+            answer = await self._channels.ask(
+                lambda stub: stub.ListConversations, request, timeout_s=_CALL_DEADLINE_S
+            )
+        except (Unanswered, grpc.aio.AioRpcError) as error:
+            raise self._error(error) from None
+        if tenant != "":
+            return answer
+        # The lease service takes no tenant for any tenant.
+        own = [one for one in answer.conversations if not one.key.tenant]
+        return lease_pb2.ListConversationsResponse(conversations=own[:limit], total_size=len(own))
 
     def _error(self, error: Unanswered | grpc.aio.AioRpcError) -> TurnError:
         if isinstance(error, Unanswered):

@@ -6,7 +6,12 @@ from google.protobuf import duration_pb2
 
 from kvturn.v1 import common_pb2, lease_pb2, router_pb2
 from kvturn_router.leases.lease_client import proto_verdict, verdict_of
-from kvturn_router.request.conversation import ConversationView, HeldRetention, TurnReport
+from kvturn_router.request.conversation import (
+    ConversationEntry,
+    ConversationView,
+    HeldRetention,
+    TurnReport,
+)
 from kvturn_router.verdict import Verdict
 
 VERDICTS: Final = {verdict: proto_verdict(verdict) for verdict in Verdict}
@@ -76,6 +81,22 @@ def view_of(message: lease_pb2.ListTurnsResponse) -> ConversationView:
             )
             for lease in message.leases
         ],
+    )
+
+
+def entry_of(message: lease_pb2.Conversation) -> ConversationEntry:
+    """Returns what the lease service tells of a conversation in a list."""
+    key = message.key
+    return ConversationEntry(
+        tenant=key.tenant,
+        model=key.model,
+        conversation_id=key.conversation_id,
+        turns=message.turns,
+        turns_in_flight=message.turns_in_flight,
+        quiet_s=_milliseconds(message.quiet_for) / 1000,
+        engine_id=message.engine_id,
+        held_tokens=message.token_count,
+        latest_turn=report_of(message.latest_turn) if message.HasField("latest_turn") else None,
     )
 
 

@@ -105,6 +105,25 @@ class ConversationView(NamedTuple):
     held: list[HeldRetention]
 
 
+class ConversationEntry(msgspec.Struct, frozen=True):
+    """A conversation in a list of them.
+
+    `turns` is the number of its latest turn, `quiet_s` the time since its last
+    sign of life, None where nobody has counted. `engine_id` names who holds, or
+    last held, its KV, "" if that is not known; `held_tokens` are held in all.
+    """
+
+    tenant: str
+    model: str
+    conversation_id: str
+    turns: int
+    turns_in_flight: int = 0
+    quiet_s: float | None = None
+    engine_id: str = ""
+    held_tokens: int = 0
+    latest_turn: TurnReport | None = None
+
+
 class Naming(msgspec.Struct, frozen=True):
     """What a client named: a conversation, or else a scope, or "" for both."""
 

@@ -56,6 +56,11 @@ class ApiKeys:
             raise KeyRefused(whose + _WRONG, b'Bearer error="invalid_token"')
         return name
 
+    def knows(self, headers: Mapping[str, str]) -> bool:
+        """Tells whether a request brings one of these keys."""
+        key = bearer_of(headers.get("authorization", ""))
+        return bool(key) and self._keys.value.name_of(key) is not None
+
 
 def operator_of(admin_keys: ApiKeys | None, headers: Mapping[str, str]) -> str:
     """Returns who calls an admin route.

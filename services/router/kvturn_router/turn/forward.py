@@ -61,6 +61,7 @@ from kvturn_router.turn.prefill_answer import (
     read_answer,
 )
 from kvturn_router.turn.read_watch import ReadWatch, StuckReadFault
+from kvturn_router.turn.recent_turns import RecentTurns
 from kvturn_router.turn.relay import AnswerSink, Relay
 from kvturn_router.turn.stock import Handle, StockTap
 from kvturn_router.turn.stock_reuse import StockReuse
@@ -107,7 +108,8 @@ class Forwarder:
 
     At most one of `lease` and `stock` is given; with neither, turns are served
     through prefill and decode without reuse. `book` remembers turns where there
-    is no lease service to do so. `clock_ns` is CLOCK_BOOTTIME.
+    is no lease service to do so, `recent` those of late in any case. `clock_ns`
+    is CLOCK_BOOTTIME.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class Forwarder:
         admission: Admission,
         legs: Legs,
         book: ConversationBook,
+        recent: RecentTurns,
         tracer: TurnTracer,
         limits: TurnLimits,
         costs: Costs,
@@ -130,6 +133,7 @@ class Forwarder:
         self.admission = admission
         self.legs = legs
         self.book = book
+        self.recent = recent
         self.tracer = tracer
         self.limits = limits
         self.costs = costs
@@ -781,6 +785,9 @@ class _Turn:
                 forwarder.costs.learn(account.kind.value, account.forecast, took, now_ns)
         elif report is not None:
             forwarder.book.end_turn(request.key, report)
+        if report is not None:
+            ended_ns = account.ended_ns
+            forwarder.recent.ended(ended_ns, request.key, report, streamed=request.stream)
         if self._stock is not None and request.reuse and not request.alone:
             self._stock.ended(request.key)
             if fault is None and self._relay.tap is not None:
