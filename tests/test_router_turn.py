@@ -399,3 +399,30 @@ async def test_the_time_of_a_turn_goes_on_to_its_last_byte():
             pass
         (turn,) = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json["turns"]
         assert turn["total_ms"] >= turn["first_byte_ms"] + held_ms > held_ms > 0
+
+
+async def test_the_first_byte_is_one_of_the_body():
+    """An engine sends its head at once, and the first token when it has computed it."""
+    released = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await released.wait()
+        await reply.send(event(chunk({"content": "first"})))
+        await reply.end_stream()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        body = turn_body(stream=True, conversation_id="c1")
+        sent_s = time.monotonic()
+        await client.send("POST", CHAT, json.dumps(body).encode())
+        await client.head()
+        came_s = time.monotonic()
+        while time.monotonic() - came_s < came_s - sent_s:
+            await rig.until_ready()
+        released.set()
+        while await client.piece() is not None:
+            pass
+        (turn,) = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json["turns"]
+        assert turn["first_byte_ms"] > (came_s - sent_s) * 1000

@@ -121,7 +121,8 @@ class Relay:
         return None
 
     def _pass_on(self, data: bytes, last: bool) -> None:
-        if not self._account.first_byte_ns:
+        # Once with nothing, as soon as there is a head: engines send it before they compute.
+        if data and not self._account.first_byte_ns:
             self._account.first_byte_ns = self._clock_ns()
         if self.tap is not None:
             data = self.tap.feed(data)
