@@ -310,6 +310,13 @@ def test_a_token_that_is_not_known_is_to_be_given() -> None:
     assert "--lease-token-file" in finding.fix
 
 
+def test_a_leader_that_does_not_tell_its_engines_is_a_warning() -> None:
+    """What it does not tell is not judged."""
+    facts = healthy()
+    lease = replace(facts.lease, engines=None, problem="it is silent")
+    assert "it is silent" in only(replace(facts, lease=lease), "lease.lists", WARNING).seen
+
+
 def test_a_leader_without_a_routers_session_is_a_problem() -> None:
     """The router was to ask it."""
     assert "--lease" in only(with_leader(routers=[]), "lease.routers", PROBLEM).fix

@@ -25,7 +25,6 @@ from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.metrics import KvturnPromMetrics, KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
-from kvturn_connector.scheduler import LeasedScheduler
 from kvturn_connector.session import EngineSession
 from kvturn_connector.settings import engine_settings
 from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata, nixl_progress_delay
@@ -79,8 +78,8 @@ class KvturnConnector(NixlPullConnector):
                 self.connector_worker = KvturnWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Hands the scheduler side the pool: the memory there is, whose blocks decode holds."""
-        if isinstance(self.connector_scheduler, LeasedScheduler):
+        """Hands decode the pool whose blocks it holds."""
+        if isinstance(self.connector_scheduler, DecodeScheduler):
             self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def build_connector_worker_meta(self) -> KvturnWorkerMetadata | None:
@@ -129,7 +128,9 @@ class KvturnConnector(NixlPullConnector):
         scheduler: PrefillScheduler | DecodeScheduler | None = None
 
         def memory() -> lease_pb2.KvMemory:
-            return lease_pb2.KvMemory() if scheduler is None else scheduler.kv_memory()
+            if isinstance(scheduler, DecodeScheduler):
+                return scheduler.kv_memory()
+            return lease_pb2.KvMemory()
 
         client = self._client = LeaseClient(
             config,

@@ -22,7 +22,7 @@ from kvturn_cli.doctor.probes.etcd import probe_etcd
 from kvturn_cli.doctor.probes.host import efa_provider, this_host
 from kvturn_cli.doctor.probes.lease import probe_lease
 from kvturn_cli.doctor.probes.router import RouterAccess, probe_router
-from kvturn_cli.doctor.probes.turns import drive_turns, prompt_tokens
+from kvturn_cli.doctor.probes.turns import drive_turns, lengths
 from kvturn_cli.doctor.transfer import LIBFABRIC
 from kvturn_lease.etcd.config import EtcdConfig
 
@@ -146,6 +146,5 @@ async def _turns(scope: Scope, facts: Facts, tell: Callable[[str], None]) -> Fac
         why = router.models_problem or "the router serves no model"
         return replace(facts, turns_skipped=why)
     tell(f"driving two turns with {model}")
-    lengths = prompt_tokens(facts)
-    turns = await drive_turns(scope.router, model, lengths, scope.turn_timeout_s)
+    turns = await drive_turns(scope.router, model, lengths(facts), scope.turn_timeout_s)
     return replace(facts, turns=turns)

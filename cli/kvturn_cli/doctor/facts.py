@@ -45,7 +45,6 @@ class LeaseFacts:
     """How the endpoints are known, e.g. "--lease"."""
     engines: Sequence[lease_pb2.Engine] | None = None
     conversations: Sequence[lease_pb2.Conversation] | None = None
-    conversations_total: int = 0
     problem: str = ""
     """Why the lists are missing."""
 

@@ -177,8 +177,15 @@ def _nobody_leads(described: list[LeaseProcess]) -> Finding:
 
 
 def _acquainted(facts: Facts) -> Iterator[Finding]:
-    """The router has a session with the leader, and names the processes that there are."""
+    """The leader tells its lists, and the router has a session with it."""
     settings, leader = facts.router.settings, facts.lease.leader
+    if facts.lease.problem:
+        yield warning(
+            "lease.lists",
+            f"the leader does not tell which engines it knows: {facts.lease.problem}",
+            "Engines' settings and sessions could not be judged.",
+            "give --lease-token-file FILE with a token of an operator or a router",
+        )
     if settings is None or leader is None or not settings.lease:
         return
     if leader.routers:

@@ -19,6 +19,8 @@ from urllib.parse import urlsplit
 from kvturn_cli.doctor.facts import Clock
 
 BODY_BYTES_MAX = 8 << 20
+DATE_AGE_MAX_S = 2.0
+"""How old a Date header may be: uvicorn makes one a second, later on a busy machine."""
 _CHUNK_BYTES = 1 << 16
 
 T = TypeVar("T")
@@ -160,13 +162,13 @@ class Exchange:
 def date_clock(name: str, date: str, asked_s: float, answered_s: float) -> Clock | None:
     """Returns what a Date header says of a clock; None if it says nothing.
 
-    The header was written between the two times and counts whole seconds.
+    It counts whole seconds, and servers write it anew now and then, not for each answer.
     """
     try:
         told_s = email.utils.parsedate_to_datetime(date).timestamp()
     except (ValueError, TypeError):
         return None
-    return Clock(name, told_s - answered_s, told_s + 1 - asked_s)
+    return Clock(name, told_s - answered_s, told_s + 1 - (asked_s - DATE_AGE_MAX_S))
 
 
 def _why(error: Exception, scheme: str, timeout_s: float) -> str:

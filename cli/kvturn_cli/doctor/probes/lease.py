@@ -83,6 +83,5 @@ async def _lists(
         facts.asked_of,
         engines=engines.engines if isinstance(engines, lease_pb2.ListEnginesResponse) else None,
         conversations=conversations.conversations if listed else None,
-        conversations_total=conversations.total_size if listed else 0,
         problem=problem,
     )

@@ -20,10 +20,8 @@ PAUSE_S = 1.0
 """Between the turns, as a client's own: decode's grant has long arrived then."""
 END_TIMEOUT_S = 3.0
 THRESHOLD_DEFAULT_TOKENS = 64
-TOKENS_LEAST = 400
-"""What the first prompt should have at least."""
-TOKENS_PER_WORD = 2
-"""At most: ours are short and common."""
+WORDS_LEAST = 400
+"""What the first prompt should have at least. A word of ours is one token or two."""
 REPLY_SPARE_TOKENS = 48
 """By how much the first reply should exceed what is worth a read."""
 SECOND_REPLY_TOKENS = 16
@@ -37,11 +35,11 @@ SECOND_QUESTION = "Thank you. Which word of it did you like best?"
 Message = Mapping[str, str]
 
 
-def prompt_tokens(facts: Facts) -> tuple[int, int]:
-    """Returns how long the first prompt and its reply should be, in tokens.
+def lengths(facts: Facts) -> tuple[int, int]:
+    """Returns how long the first prompt should be, in words, and its reply, in tokens.
 
-    Enough for a read to be worth it, whatever prefill's own cache holds; no more than a quarter
-    of the shortest context.
+    Enough for a read to be worth it, whatever prefill's own cache holds; both together at most
+    three quarters of the shortest context.
     """
     settings = [one.settings for one in facts.engines if one.settings]
     threshold = max((one.kv_recompute_threshold for one in settings), default=0)
@@ -49,27 +47,27 @@ def prompt_tokens(facts: Facts) -> tuple[int, int]:
     threshold = max(threshold or THRESHOLD_DEFAULT_TOKENS, least or 0)
     quarter = min((one.max_model_len for one in settings if one.max_model_len), default=8192) // 4
     return (
-        min(max(TOKENS_LEAST, 2 * threshold), quarter),
+        min(max(WORDS_LEAST, 2 * threshold), quarter),
         min(threshold + REPLY_SPARE_TOKENS, quarter),
     )
 
 
-def story(tokens: int) -> str:
-    """Returns a text of about so many tokens that nobody has sent before."""
+def story(length_words: int) -> str:
+    """Returns a text of at least so many words that nobody has sent before."""
     words: list[str] = [f"Story {secrets.token_hex(8)}."]
-    while len(words) * TOKENS_PER_WORD < tokens:
+    while len(words) < length_words:
         sentence = " ".join(map(secrets.choice, (_SUBJECTS, _VERBS, _OBJECTS)))
         words += f"{sentence}.".split()
     return " ".join(words)
 
 
 async def drive_turns(
-    access: RouterAccess, model: str, lengths: tuple[int, int], timeout_s: float
+    access: RouterAccess, model: str, length: tuple[int, int], timeout_s: float
 ) -> list[DrivenTurn]:
     """Returns both turns, the first alone if it fails; ends the conversation in any case."""
-    tokens, reply_tokens = lengths
+    words, reply_tokens = length
     conversation = DOCTORS + secrets.token_hex(8)
-    messages = [{"role": "user", "content": f"{story(tokens)}\n\n{FIRST_QUESTION}"}]
+    messages = [{"role": "user", "content": f"{story(words)}\n\n{FIRST_QUESTION}"}]
     try:
         first, reply = await _turn(access, model, conversation, messages, reply_tokens, timeout_s)
         if first.problem:
