@@ -28,7 +28,7 @@ from kvturn_cli.ports import HOST, pick_free
 from kvturn_connector.config import ConnectorConfig
 from kvturn_connector.digest import Scope
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
-from kvturn_connector.reader import Answer
+from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
 
@@ -320,7 +320,7 @@ class Engine:
     def end_read(self, lease_id: str) -> None:
         """Tells that a read is over."""
         end = lease_pb2.EndReadRequest(lease_id=lease_id, outcome=lease_pb2.READ_OUTCOME_COMPLETED)
-        self.client.end_read(end, "", 0)
+        self.client.end_read(End(end))
 
 
 class EngineProcess:

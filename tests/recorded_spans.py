@@ -1,20 +1,25 @@
-"""Spans that a router exports, as a test can read them."""
+"""Spans that a process exports, as a test can read them."""
 
+import logging
 from collections.abc import Sequence
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
 
-from kvturn_router.telemetry.span_export import request_bytes
-from kvturn_router.telemetry.turn_trace import Telemetry
+from kvturn.otlp import GRPC, destination_of
+from kvturn.span_export import Envelope
+from kvturn.tracing import Tracing
+from kvturn_router.telemetry.turn_trace import make_tracing
+
+Told = dict[str, str | bool | int | float]
 
 
-def export_of(spans: Sequence[bytes]) -> ExportTraceServiceRequest:
+def export_of(spans: Sequence[bytes], service: str = "kvturn-router") -> ExportTraceServiceRequest:
     """Returns what a collector reads of exported spans."""
-    return ExportTraceServiceRequest.FromString(request_bytes(spans))
+    return ExportTraceServiceRequest.FromString(Envelope(service).request(spans))
 
 
-def told(span: trace_pb2.Span) -> dict[str, str | int | float]:
+def told(span: trace_pb2.Span) -> Told:
     """Returns a span's attributes."""
     return {
         item.key: getattr(item.value, str(item.value.WhichOneof("value")))
@@ -22,27 +27,33 @@ def told(span: trace_pb2.Span) -> dict[str, str | int | float]:
     }
 
 
+def otlp_tracing(url: str, protocol: str = GRPC) -> Tracing:
+    """Returns tracing that exports as a router does."""
+    return make_tracing(destination_of(url, protocol, {}))
+
+
+def untraced() -> Tracing:
+    """Returns tracing that exports nowhere."""
+    return Tracing(None, logging.getLogger("kvturn.test"))
+
+
 class Recording:
-    """Telemetry that a test can read."""
+    """Tracing that a test can read."""
 
     def __init__(self) -> None:
-        self._spans: list[bytes] = []
-        self.telemetry = Telemetry(self)
+        self.exported: list[bytes] = []
+        self.tracing = Tracing(self, logging.getLogger("kvturn.test"))
 
     def export(self, spans: Sequence[bytes]) -> bool:
-        self._spans += spans
+        self.exported += spans
         return True
 
     def shutdown(self) -> None:
         return
 
     def spans(self, trace: str | None = None) -> list[trace_pb2.Span]:
-        self.telemetry.flush()
-        (resource_spans,) = export_of(self._spans).resource_spans
-        (attribute,) = [
-            item for item in resource_spans.resource.attributes if item.key == "service.name"
-        ]
-        assert attribute.value.string_value == "kvturn-router"
+        self.tracing.flush()
+        (resource_spans,) = export_of(self.exported).resource_spans
         (scope,) = resource_spans.scope_spans
         return [span for span in scope.spans if trace is None or span.trace_id.hex() == trace]
 

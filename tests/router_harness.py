@@ -14,13 +14,14 @@ import grpc.aio
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
+from recorded_spans import untraced
 from stub_engine import CHAT, GUARD_S, StubEngine
 
+from kvturn.tracing import Tracing
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
-from kvturn_router.telemetry.turn_trace import Telemetry
 
 
 @dataclass
@@ -162,6 +163,8 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     asked: list[str] = field(default_factory=list)
     leases: list[lease_pb2.Lease] = field(default_factory=list)
     """What every conversation has."""
+    previous: lease_pb2.TurnTrace | None = None
+    """What it says of the recorded turn before one that is recorded."""
     address: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -227,6 +230,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
             lease_id=self.lease_id,
             verdict=None if self.lease_id else number,
             http_address=self.http_address,
+            previous=self.previous if begin.HasField("trace") else None,
         )
 
     async def push(self, **members: Any) -> None:
@@ -372,7 +376,7 @@ async def router(
     prefills: int = 1,
     decodes: int = 1,
     lease: FakeLease | None = None,
-    telemetry: Telemetry | None = None,
+    tracing: Tracing | None = None,
     ready: bool = True,
     announced: bool = False,
 ) -> AsyncIterator[Rig]:
@@ -393,7 +397,7 @@ async def router(
         engines += [f"--lease={lease.address}", "--question-deadline-ms=5000"]
     given = ["--port=0", "--grpc-port=0", "--health-interval-s=0.05", "--grace-s=0.2"]
     config = parse_config([*given, *engines, *flags], {})
-    server = compose(config, telemetry or Telemetry(None))
+    server = compose(config, tracing or untraced())
     await server.start()
     rig = Rig(server, p, d, lease)
     try:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from kvturn.otlp import Destination
 from kvturn.v1 import common_pb2
 from kvturn_connector.config import ConfigError, ConnectorConfig
 from kvturn_connector.turn import NO_TURN, TEXT_BYTES_MAX, Turn, scope_of
@@ -26,7 +27,7 @@ def test_defaults_behave_as_the_stock_connector() -> None:
     assert config.question_deadline_ns == 50_000_000
     assert config.retentions_max == 4096
     assert (config.lease_endpoints, config.engine_name, config.http_address) == ((), "", "")
-    assert (config.secret, config.otlp_endpoint) == (b"", "")
+    assert (config.secret, config.traces) == (b"", None)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +70,7 @@ def test_every_key_is_taken(tmp_path: Path) -> None:
         question_deadline_ns=2_500_000,
         retentions_max=7,
         secret=b"0123456789abcdef",
-        otlp_endpoint="http://127.0.0.1:4317",
+        traces=Destination("http://127.0.0.1:4317"),
         nixl_progress_delay_us=1000,
     )
 

@@ -116,7 +116,7 @@ def test_turns_are_counted_and_the_latest_are_kept():
     """Numbers go on from 1; 64 reports are remembered, the oldest first."""
     book = ConversationBook(10)
     for turn in range(1, REPORTS_MAX + 6):
-        assert book.begin_turn(KEY) == turn
+        assert book.begin_turn(KEY) == (turn, b"")
         book.end_turn(KEY, report(turn))
     turns = [kept.turn for kept in book.reports(KEY) or []]
     assert turns == list(range(6, REPORTS_MAX + 6))
@@ -141,6 +141,7 @@ def test_a_report_is_remembered_as_it_was():
             "http://p",
             d,
             total_ms=700_000.5,
+            trace_id="0af7651916cd43dd8448eb211c80319c" if plan else "",
         )
         for turn, (verdict, plan, d) in enumerate(
             [(verdict, "local", "http://d") for verdict in Verdict] + [(Verdict.LOCAL, "", "")]
@@ -153,6 +154,14 @@ def test_a_report_is_remembered_as_it_was():
     book.end_turn(KEY, replace(reports[0], prompt_tokens=1 << 40, prefill_ms=1e12))
     cut = (book.reports(KEY) or [])[-1]
     assert (cut.prompt_tokens, cut.prefill_ms) == ((1 << 32) - 1, ((1 << 32) - 1) / 1000)
+
+
+def test_a_turn_is_linked_to_the_latest_before_it_that_was_recorded():
+    """One that is not recorded links to nothing, and does not break the chain."""
+    book = ConversationBook(10)
+    spans = [bytes([number]) * 24 for number in range(1, 4)]
+    linked = [book.begin_turn(KEY, span)[1] for span in (b"", *spans[:2], b"", spans[2])]
+    assert linked == [b"", b"", spans[0], b"", spans[1]]
 
 
 def test_an_idle_conversation_takes_less_than_a_kilobyte():
@@ -181,7 +190,7 @@ def test_the_least_recent_conversation_is_forgotten_first():
     book.begin_turn(third)
     assert len(book) == 2
     assert book.reports(second) is None
-    assert book.begin_turn(first) == 3
+    assert book.begin_turn(first) == (3, b"")
 
 
 def test_tenants_and_models_have_conversations_of_their_own():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from kvturn.v1 import common_pb2
+from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_cli.__main__ import COMMANDS
 from kvturn_cli.doctor.report import TITLES
 from kvturn_cli.doctor.versions import VLLM_TESTED
@@ -86,6 +86,7 @@ PLACES = {
     "lease/": "services/lease/kvturn_lease/",
     "router/": "services/router/kvturn_router/",
     "cli/": "cli/",
+    "protos/": "protos/",
     "": "connector/kvturn_connector/",
 }
 
@@ -190,7 +191,7 @@ def test_connector_keys_and_defaults_are_those_of_the_code() -> None:
     assert defaults["bidirectional_kv_xfer"] == str(config.bidirectional).lower()
     for key in ("kvturn_lease_endpoint", "kvturn_http_address", "kvturn_otlp_endpoint"):
         assert defaults[key] == "empty"
-    empty = (config.lease_endpoints, config.http_address, config.otlp_endpoint, config.secret)
+    empty = (config.lease_endpoints, config.http_address, config.traces, config.secret)
     assert not any(empty)
 
 
@@ -356,3 +357,37 @@ def test_relative_links_and_paths_resolve(document: Path) -> None:
     for name in names(document.read_text()):
         if re.fullmatch(rf"({'|'.join(FOLDERS)})/[\w./-]+", name):
             assert (ROOT / name).exists(), f"{document.name} names {name}"
+
+
+SPAN_SOURCES = (
+    "services/router/kvturn_router/turn/account.py",
+    "services/router/kvturn_router/turn/forward.py",
+    "services/router/kvturn_router/turn/leg_spans.py",
+    "services/router/kvturn_router/telemetry/turn_trace.py",
+    "services/lease/kvturn_lease/telemetry.py",
+    "services/lease/kvturn_lease/servicer.py",
+    "services/lease/kvturn_lease/router_sessions.py",
+    "connector/kvturn_connector/lease_client.py",
+    "connector/kvturn_connector/decode.py",
+)
+TURNS = ROOT / "docs" / "turns.md"
+
+
+def test_spans_and_their_attributes_are_all_told() -> None:
+    """As the code names them, each once, and no other."""
+    code = "\n".join((ROOT / name).read_text() for name in SPAN_SOURCES)
+    families = r"(?:kvturn|gen_ai|server|http|rpc|error)"
+    said = set(re.findall(rf'"({families}\.[a-z_.]+)"', code)) - {
+        "kvturn.lease",
+        "kvturn.router.telemetry",
+    }
+    outlooks = [name.removeprefix("OUTLOOK_").lower() for name, n in lease_pb2.Outlook.items() if n]
+    said |= {f"kvturn.given_up_{outlook}" for outlook in outlooks}
+    head, *table = rows(section(TURNS, "What spans say"))
+    told = [name for cells in table for name in names(cells[0])]
+    assert head[0] == "attribute"
+    assert sorted(told) == sorted(said)
+    spans = set(re.findall(r'(?:child|root|under|span)\([^"()]*"(\w+)"', code))
+    tree = section(TURNS, "Traces").partition("\n\n    turn ")[2].partition("\n\n")[0]
+    drawn = {"turn", *re.findall(r"[├└]─ (\w+)", tree)} - {"llm_request"}
+    assert drawn - {"BeginRead", "EndRead"} == spans, "methods have spans of their names"

@@ -6,11 +6,11 @@ import json
 import time
 
 import pytest
+from recorded_spans import otlp_tracing
 from router_harness import router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
-from kvturn_router.telemetry.span_export import OtlpExporter
-from kvturn_router.telemetry.turn_trace import Telemetry
+from kvturn.otlp import PROTOCOLS
 
 BODY = json.dumps({"choices": [], "text": "x" * 5000}).encode()
 
@@ -70,21 +70,22 @@ async def test_clients_that_leave_between_the_legs_leave_nothing():
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
 
 
-async def test_a_collector_that_never_answers_slows_nothing():
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_collector_that_never_answers_slows_nothing(protocol):
     """It accepts connections and is silent: turns are as fast, and the shutdown is bounded."""
     accepted = []
     server = await asyncio.start_server(lambda *pair: accepted.append(pair), "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    telemetry = Telemetry(OtlpExporter(f"http://127.0.0.1:{port}"))
+    tracing = otlp_tracing(f"http://127.0.0.1:{port}", protocol)
     took = []
-    async with router(telemetry=telemetry) as rig:
+    async with router(tracing=tracing) as rig:
         for _ in range(100):
             began = time.monotonic()
             assert (await rig.post(turn_body())).status == 200
             took.append(time.monotonic() - began)
         await rig.until(lambda: accepted)
     began = time.monotonic()
-    await asyncio.to_thread(telemetry.shutdown)
+    await asyncio.to_thread(tracing.shutdown)
     assert time.monotonic() - began < 3
     assert sorted(took)[98] < 1
     for _, writer in accepted:

@@ -1,6 +1,7 @@
 """cached_tokens has one meaning: the prompt tokens that no engine computed this turn."""
 
 import json
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from response_engine import RESPONSES, USAGE, offer_responses
 from router_harness import router, turn_body
 from stub_engine import CHAT, COMPLETIONS
 
-from kvturn_router.telemetry.turn_trace import Telemetry
+from kvturn.tracing import Tracing
 
 BODIES = {
     CHAT: turn_body(),
@@ -69,8 +70,8 @@ async def test_every_way_of_asking_is_told_the_same(
 ):
     """In each API, streamed and not: the same number, in the usage and in the trace."""
     recorder = Recorder()
-    telemetry = Telemetry(recorder)
-    async with router(telemetry=telemetry) as rig:
+    tracing = Tracing(recorder, logging.getLogger("kvturn.test"))
+    async with router(tracing=tracing) as rig:
         rig.prefill.report, rig.prefill.cached_tokens = report, counted
         if not handed:
             rig.prefill.handle = None
@@ -90,7 +91,7 @@ async def test_every_way_of_asking_is_told_the_same(
     if report is not None:
         names = ("x-kvturn-reused-tokens", "x-kvturn-local-tokens")
         assert sum(int(answer.headers[name]) for name in names) == told
-    telemetry.flush()
+    tracing.flush()
     traced = recorder.turn()
     assert traced["gen_ai.usage.cache_read.input_tokens"] == told
     assert traced["gen_ai.usage.input_tokens"] == 48

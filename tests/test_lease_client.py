@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 import socket
 import threading
@@ -17,20 +16,20 @@ from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from recorded_spans import Recording
 
+from kvturn.span_wire import CLIENT
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector import telemetry
 from kvturn_connector.config import NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import Scope, digest_values
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
+from kvturn_connector.reader import End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
-
-    from opentelemetry.sdk.trace import ReadableSpan
 
     from kvturn_connector.reader import Answer
 
@@ -517,7 +516,7 @@ def test_scheduler_thread_is_never_kept_waiting(service: Service) -> None:
         retain(client, 1, gate)
         assert gate.reading.wait(TIMEOUT_S)
         client.ask(question())
-        client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
+        client.end_read(End(lease_pb2.EndReadRequest(lease_id="x")))
         client.withdraw(1, PRESSURE)
         client.notice("inc.9.9")
         assert (client.take_answers(), client.take_freed()) == ([], [])
@@ -681,7 +680,7 @@ def test_end_of_a_read_is_told_until_it_is_heard(service: Service) -> None:
     service.end_failures = 2
     end = lease_pb2.EndReadRequest(lease_id="inc.1.1", outcome=lease_pb2.READ_OUTCOME_COMPLETED)
     with running(service.port) as client:
-        client.end_read(end, TRACEPARENT, 10**18)
+        client.end_read(End(end, TRACEPARENT, 10**18))
         for _ in range(3):
             assert take(service.ends) == end
 
@@ -697,7 +696,7 @@ def test_shutdown_does_not_wait_for_a_frozen_lease_service(service: Service, fro
             port = service.port
         with running(port) as client:
             client.ask(question())
-            client.end_read(lease_pb2.EndReadRequest(lease_id="x"), "", 0)
+            client.end_read(End(lease_pb2.EndReadRequest(lease_id="x")))
             if frozen == "stream":
                 service.stream()
                 take(service.questions)
@@ -835,47 +834,16 @@ def test_session_stays_with_a_silent_leader_while_nobody_else_leads(
 # --- spans ---------------------------------------------------------------------------------------
 
 
-def test_collector_that_hangs_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More spans than one batch, and a collector that accepts the connection and says nothing."""
-    monkeypatch.setattr(telemetry, "SHUTDOWN_TIMEOUT_MS", 20)
-    with silent_socket() as port:
-        spans = telemetry.Telemetry(f"http://127.0.0.1:{port}", "engine-0")
-        for _ in range(600):
-            spans.span("grant", TRACEPARENT, time.time_ns(), {}).end()
-        spans.shutdown()
-        assert client_threads() == ["kvturn-span-flush"], "it went on by itself"
-    until(lambda: client_threads() == [])
-
-
-class ScriptedExporter(SpanExporter):
-    """Fails where told so."""
-
-    def __init__(self, *results: SpanExportResult) -> None:
-        self.results = list(results)
-
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        return self.results.pop(0)
-
-
-def test_an_outage_of_the_collector_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    """One when it begins, however many batches are lost, and one when it is over."""
-    good, bad = SpanExportResult.SUCCESS, SpanExportResult.FAILURE
-    exporter = telemetry.OutageExporter(ScriptedExporter(good, bad, bad, bad, good, bad), "h:1")
-    with caplog.at_level(logging.INFO, "vllm.kvturn"):
-        for _ in range(5):
-            exporter.export(())
-        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
-        exporter.export(())
-    assert len(caplog.records) == 3
-
-
 def test_span_belongs_to_the_turn_and_is_passed_on() -> None:
-    """Same trace, a span of its own; what is no trace context starts none of the turn's."""
-    spans = telemetry.Telemetry("http://127.0.0.1:1", "engine-0")
-    span = spans.span("begin_read", TRACEPARENT, time.time_ns(), {"kvturn.lease_id": "x"})
+    """Same trace, a span of its own; what is in no recorded trace starts none."""
+    spans = Recording().tracing
+    span = spans.span(TRACEPARENT, "begin_read", CLIENT)
     (traceparent,) = (value for key, value in telemetry.metadata_of(span) if key == "traceparent")
     assert traceparent.split("-")[1] == TRACEPARENT.split("-")[1]
     assert traceparent.split("-")[2] != TRACEPARENT.split("-")[2]
-    other = spans.span("begin_read", "nonsense", time.time_ns(), {})
-    assert TRACEPARENT.split("-")[1] not in str(telemetry.metadata_of(other))
+    for other in ("", "nonsense"):
+        assert telemetry.metadata_of(spans.span(other, "begin_read", CLIENT)) == ()
+    unsampled = TRACEPARENT[:-1] + "0"
+    passed_on = telemetry.metadata_of(spans.span(unsampled, "begin_read", CLIENT))
+    assert passed_on == (("traceparent", unsampled),)
     spans.shutdown()

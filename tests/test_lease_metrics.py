@@ -12,7 +12,6 @@ from etcd_server import EtcdServer
 from lease_rig import Engine, LeaseProcess, lease_cluster, lease_of, until
 from lessor_bench import CONFIG, READER_BOUND, TTL, Bench, Decode, S
 from metrics_page import MetricsPage
-from opentelemetry.trace import NoOpTracer
 
 from kvturn.metrics import ENGINES_NAMED_MAX, OTHER
 from kvturn.metrics_page import written
@@ -23,6 +22,7 @@ from kvturn_lease.metrics_listener import CONNECTIONS_MAX, MetricsListener
 from kvturn_lease.server import ListenError
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
+from kvturn_lease.telemetry import make_tracing
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Watched(Bench):
     def __init__(self, config: LessorConfig | None = None) -> None:
         super().__init__(config or CONFIG)
         self.servicer = LeaseServicer(
-            LeaseConfig(lessor=self.lessor.config), None, None, lambda: self.now, NoOpTracer()
+            LeaseConfig(lessor=self.lessor.config), None, None, lambda: self.now, make_tracing(None)
         )
         self.lessor = Lessor(self.lessor.config, self.lessor.term, tally=self.servicer.tally)
         self.metrics = LeaseMetrics(self.servicer, lambda: self.now)

@@ -20,14 +20,10 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import (
-    SimpleSpanProcessor,
-    SpanExporter,
-    SpanExportResult,
-)
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.proto.trace.v1 import trace_pb2
+from recorded_spans import Recording, told
 
+from kvturn.otlp import Destination
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_lease.__main__ import boottime_ns, main
 from kvturn_lease.config import ConfigError, LeaseConfig, LessorConfig, parse_config
@@ -37,11 +33,13 @@ from kvturn_lease.server import LeaseServer, ListenError
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import OutageExporter, Telemetry, make_telemetry
+from kvturn_lease.telemetry import make_tracing
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
+
+    from kvturn.tracing import Tracing
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -58,13 +56,13 @@ class Service:
         self,
         config: LeaseConfig,
         clock_ns: Callable[[], int] = boottime_ns,
-        telemetry: Telemetry | None = None,
+        tracing: Tracing | None = None,
     ) -> None:
-        telemetry = telemetry or make_telemetry("")
+        tracing = tracing or make_tracing(None)
         self.lessor = Lessor(config.lessor, TERM)
         self.store = MemoryStore()
-        self.servicer = LeaseServicer(config, self.lessor, self.store, clock_ns, telemetry.tracer)
-        self.server = LeaseServer(config, self.servicer, telemetry)
+        self.servicer = LeaseServicer(config, self.lessor, self.store, clock_ns, tracing)
+        self.server = LeaseServer(config, self.servicer, tracing)
         self.port = 0
 
     @contextlib.asynccontextmanager
@@ -922,39 +920,35 @@ async def test_eager_pings_are_never_answered_with_goaway(service: Service) -> N
 
 
 @pytest.fixture
-def spans() -> InMemorySpanExporter:
-    return InMemorySpanExporter()
+def recording() -> Recording:
+    return Recording()
 
 
 @pytest.fixture
-async def traced(spans: InMemorySpanExporter) -> AsyncIterator[Service]:
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(spans))
-    telemetry = Telemetry(provider.get_tracer("test"), provider)
-    async with Service(CONFIG, telemetry=telemetry).running() as running:
+async def traced(recording: Recording) -> AsyncIterator[Service]:
+    async with Service(CONFIG, tracing=recording.tracing).running() as running:
         yield running
 
 
-TRACE = 0x0AF7651916CD43DD8448EB211C80319C
-PARENT = 0xB7AD6B7169203331
-TRACEPARENT = f"00-{TRACE:032x}-{PARENT:016x}-01"
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+PARENT = "b7ad6b7169203331"
+TRACEPARENT = f"00-{TRACE}-{PARENT}-01"
 
 
 async def test_questions_continue_their_callers_trace(
-    traced: Service, spans: InMemorySpanExporter
+    traced: Service, recording: Recording
 ) -> None:
     lease_id = await (await traced.engine().up()).grant(traceparent=TRACEPARENT)
     metadata = (("traceparent", TRACEPARENT),)
     await traced.stub.BeginRead(begin(lease_id), metadata=metadata)
     await traced.stub.BeginRead(begin(lease_id), metadata=metadata)
     await refused(traced.stub.GetLease(lease_pb2.GetLeaseRequest(lease_id="?"), metadata=metadata))
-    finished = spans.get_finished_spans()
+    finished = recording.spans()
     assert [span.name for span in finished] == ["Grant", "BeginRead", "BeginRead", "GetLease"]
     for span in finished:
-        assert span.context is not None
-        assert span.parent is not None
-        assert (span.context.trace_id, span.parent.span_id) == (TRACE, PARENT)
-    grant, granted, again, failed = (dict(span.attributes or {}) for span in finished)
+        assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
+        assert span.kind == trace_pb2.Span.SPAN_KIND_SERVER
+    grant, granted, again, failed = (told(span) for span in finished)
     assert grant["kvturn.lease_id"] == lease_id
     assert grant["gen_ai.conversation.id"] == "c"
     assert (granted["kvturn.granted"], granted["rpc.grpc.status_code"]) == (True, 0)
@@ -964,41 +958,20 @@ async def test_questions_continue_their_callers_trace(
 
 
 async def test_heartbeats_health_and_malformed_parents_make_no_trouble(
-    traced: Service, spans: InMemorySpanExporter
+    traced: Service, recording: Recording
 ) -> None:
+    """What is in no trace, or in one that nobody records, makes no span."""
     decode = await traced.engine().up()
     await decode.beat()
     async with traced.channel() as channel:
         stub: Any = health_pb2_grpc.HealthStub(channel)
         await stub.Check(health_pb2.HealthCheckRequest())
-    assert spans.get_finished_spans() == ()
     await traced.stub.ResolveConversation(resolve(), metadata=(("traceparent", "nonsense"),))
     await decode.grant(traceparent="00-" + "z" * 500)
     unsampled = TRACEPARENT[:-1] + "0"
     await traced.stub.ResolveConversation(resolve(), metadata=(("traceparent", unsampled),))
-    finished = spans.get_finished_spans()
-    assert [span.name for span in finished] == ["ResolveConversation", "Grant"]
-    assert all(span.parent is None for span in finished)
-
-
-class Collector(SpanExporter):
-    """A collector that is up or down."""
-
-    def __init__(self) -> None:
-        self.up = True
-
-    def export(self, spans: object) -> SpanExportResult:
-        return SpanExportResult.SUCCESS if self.up else SpanExportResult.FAILURE
-
-
-def test_an_outage_of_the_collector_is_one_warning(caplog: pytest.LogCaptureFixture) -> None:
-    collector = Collector()
-    exporter = OutageExporter(collector, "http://collector")
-    for up in (True, False, False, False, True, False, False):
-        collector.up = up
-        exporter.export([])
-    warnings = [each for each in caplog.records if each.levelname == "WARNING"]
-    assert len(warnings) == 2
+    recording.tracing.flush()
+    assert recording.exported == []
 
 
 # ---- starting and stopping -------------------------------------------------------------------
@@ -1147,7 +1120,7 @@ def test_settings_come_from_flags_then_variables_then_defaults() -> None:
     with pytest.raises(ConfigError, match=r"_IDEL is not .* mean KVTURN_LEASE_IDLE \(--idle\)\?"):
         parse_config([], {"KVTURN_LEASE_IDEL": "30"})
     endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:4317"}
-    assert parse_config([], endpoint).otlp_endpoint == "http://127.0.0.1:4317"
+    assert parse_config([], endpoint).traces == Destination("http://127.0.0.1:4317")
 
 
 def test_help_lists_every_setting_with_its_default(capsys: pytest.CaptureFixture[str]) -> None:

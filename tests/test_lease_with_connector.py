@@ -13,7 +13,7 @@ from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector.config import ConnectorConfig
 from kvturn_connector.digest import Scope
 from kvturn_connector.lease_client import LeaseClient, Question
-from kvturn_connector.reader import Answer
+from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
 from kvturn_lease.__main__ import boottime_ns
@@ -22,7 +22,7 @@ from kvturn_lease.lessor import Lessor
 from kvturn_lease.server import LeaseServer
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import make_telemetry
+from kvturn_lease.telemetry import make_tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable
@@ -41,10 +41,10 @@ TOKENS = list(range(100))
 @asynccontextmanager
 async def lease_service(port: int = 0, term: int = 7) -> AsyncIterator[tuple[int, Any]]:
     """A lease service without memory of its predecessor, and a stub to it."""
-    config, telemetry = replace(CONFIG, port=port), make_telemetry("")
+    config, tracing = replace(CONFIG, port=port), make_tracing(None)
     lessor = Lessor(config.lessor, term)
-    servicer = LeaseServicer(config, lessor, MemoryStore(), boottime_ns, telemetry.tracer)
-    server = LeaseServer(config, servicer, telemetry)
+    servicer = LeaseServicer(config, lessor, MemoryStore(), boottime_ns, tracing)
+    server = LeaseServer(config, servicer, tracing)
     port = await server.start()
     async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
         try:
@@ -132,7 +132,7 @@ async def test_a_retention_is_granted_read_and_freed() -> None:
         assert answer.common_tokens == 48
         assert not (await ask(client, lease_id)).granted
         outcome = lease_pb2.READ_OUTCOME_COMPLETED
-        client.end_read(lease_pb2.EndReadRequest(lease_id=lease_id, outcome=outcome), "", 0)
+        client.end_read(End(lease_pb2.EndReadRequest(lease_id=lease_id, outcome=outcome)))
         assert await freed(client) == [1]
 
 

@@ -107,6 +107,7 @@ def test_granted_read_is_posted_and_ended() -> None:
         ),
         "traceparent",
         77,
+        3,
     )
     assert end.request.read_time.ToNanoseconds() == 5 * MS
     assert reader.decide("r", 0, START_NS + 2 * MS) is read

@@ -14,6 +14,7 @@ from router_harness import Client, turn_body
 from router_process import process
 from stub_engine import CHAT, Reply, Seen, StubEngine, chunk
 
+from kvturn.otlp import Destination
 from kvturn_router.choice.plan import PlanKind, Thresholds
 from kvturn_router.config import ConfigError, parse_config
 
@@ -41,7 +42,7 @@ def test_variables_stand_in_for_flags_and_flags_win():
     config = parse_config(["--port=7", "--no-grpc"], environment)
     assert [engine.url for engine in config.prefills] == ["http://a:1", "http://b:1"]
     assert (config.port, config.grpc_port, config.stock_reuse) == (7, None, True)
-    assert config.otlp_endpoint == "http://collector:4317"
+    assert config.traces == Destination("http://collector:4317")
     assert parse_config([*ENGINES, "--grpc-port=5"], environment).grpc_port == 5
 
 

@@ -1,6 +1,7 @@
 """What a router tells at /metrics: of turns, engines, errors and itself."""
 
 import asyncio
+import logging
 import signal
 from pathlib import Path
 
@@ -12,9 +13,9 @@ from router_process import Process
 from stub_engine import GUARD_S, Reply, Seen
 from test_workers import workers
 
+from kvturn.tracing import Tracing
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.metrics import FAMILIES
-from kvturn_router.telemetry.turn_trace import Telemetry
 
 PATH = "/metrics"
 TURNS = "kvturn_router_turns_total"
@@ -197,14 +198,14 @@ async def test_spans_that_cannot_be_delivered_are_counted():
         def shutdown(self) -> None:
             pass
 
-    telemetry = Telemetry(Nowhere())
-    async with router(telemetry=telemetry) as rig:
+    tracing = Tracing(Nowhere(), logging.getLogger("kvturn.test"))
+    async with router(tracing=tracing) as rig:
         assert (await rig.post(turn_body())).status == 200
-        await asyncio.to_thread(telemetry.flush)
+        await asyncio.to_thread(tracing.flush)
         page = await page_of(rig)
         assert page.value("kvturn_router_spans_total", outcome="dropped") > 0
         assert page.value("kvturn_router_spans_total", outcome="sent") == 0
-    telemetry.shutdown()
+    tracing.shutdown()
 
 
 async def test_all_families_are_there_from_the_start_and_in_both_formats():

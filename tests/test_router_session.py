@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
+from recorded_spans import Recording, told
 from tcp_proxy import TcpProxy
 
 from kvturn.lease_channels import error_info
@@ -24,11 +25,13 @@ from kvturn_lease.routers import GRANT_UNDERWAY_NS, Begun, RouterLimits
 from kvturn_lease.server import LeaseServer
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import make_telemetry
+from kvturn_lease.telemetry import make_tracing
 from kvturn_lease.turn_reports import REPORTS_MAX, TurnReports
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
+
+    from kvturn.tracing import Tracing
 
 GUARD_S = 10.0
 LONG_MS = 1_000
@@ -51,14 +54,17 @@ class Service:
     """A running lease service and a stub to it; unless told otherwise its clock stands still."""
 
     def __init__(
-        self, config: LeaseConfig = CONFIG, clock_ns: Callable[[], int] = lambda: 10**18
+        self,
+        config: LeaseConfig = CONFIG,
+        clock_ns: Callable[[], int] = lambda: 10**18,
+        tracing: Tracing | None = None,
     ) -> None:
-        telemetry = make_telemetry("")
+        tracing = tracing or make_tracing(None)
         self.config = config
         self.clock_ns = clock_ns
         self.store = MemoryStore()
-        self.servicer = LeaseServicer(config, None, None, clock_ns, telemetry.tracer)
-        self.server = LeaseServer(config, self.servicer, telemetry)
+        self.servicer = LeaseServicer(config, None, None, clock_ns, tracing)
+        self.server = LeaseServer(config, self.servicer, tracing)
         self.terms = 0
 
     @contextlib.asynccontextmanager
@@ -273,9 +279,15 @@ def beginning(
     wait_ms: int = 0,
     recognise: bool = False,
     reuse: bool = True,
+    trace: lease_pb2.TurnTrace | None = None,
 ) -> lease_pb2.BeginTurn:
     message = lease_pb2.BeginTurn(
-        turn_id=turn_id, conversation=key(name), points=asked, recognise=recognise, reuse=reuse
+        turn_id=turn_id,
+        conversation=key(name),
+        points=asked,
+        recognise=recognise,
+        reuse=reuse,
+        trace=trace,
     )
     if wait_ms:
         message.wait.FromMilliseconds(wait_ms)
@@ -1055,3 +1067,73 @@ def test_a_search_finds_the_latest_of_all() -> None:
     found = [each.seen_ns for each in search.latest()]
     assert found == sorted((each.seen_ns for each in conversations), reverse=True)[:300]
     assert search.total == 10_000
+
+
+# ---- traces ----------------------------------------------------------------------------------
+
+
+def traced(number: int) -> lease_pb2.TurnTrace:
+    """Where a turn is in its trace; all of its ids are of one byte."""
+    byte = bytes([number])
+    return lease_pb2.TurnTrace(trace_id=byte * 16, span_id=byte * 8, parent_span_id=b"p" + byte * 7)
+
+
+def named(trace: lease_pb2.TurnTrace) -> lease_pb2.TurnTrace:
+    """What a turn is told of the one before it."""
+    return lease_pb2.TurnTrace(trace_id=trace.trace_id, span_id=trace.span_id)
+
+
+@pytest.fixture
+async def recorded() -> AsyncIterator[tuple[Service, Recording]]:
+    recording = Recording()
+    async with Service(tracing=recording.tracing).running() as running:
+        yield running, recording
+
+
+async def test_a_turn_learns_which_recorded_turn_came_before_it_on_any_router(
+    recorded: tuple[Service, Recording],
+) -> None:
+    """Also after a router's session began anew; one that is not recorded learns of none."""
+    service, _ = recorded
+    one, other = await Router(service).up(), await Router(service).up()
+    assert not (await one.begin(1, trace=traced(1))).HasField("previous")
+    await one.end(1)
+    assert (await other.begin(1, trace=traced(2))).previous == named(traced(1))
+    await other.end(1)
+    assert not (await one.begin(2)).HasField("previous")
+    assert not (await one.begin(3, "another", trace=traced(3))).HasField("previous")
+    again = await Router(service).up(beginning(7, trace=traced(4)))
+    assert (await again.begin(8, reuse=False, trace=traced(5))).previous == named(traced(4))
+
+
+async def test_what_a_turn_is_answered_is_a_span_under_its_question(
+    recorded: tuple[Service, Recording],
+) -> None:
+    """One that waits for a grant lasts until it has come; no history and no tenant is told."""
+    service, recording = recorded
+    engine = await Engine(service).up()
+    router = await Router(service).up()
+    await router.begin(1, asked=points("secret-a"), trace=traced(1))
+    await router.end(1, retains=True)
+    waiting = beginning(2, asked=points("b", "secret-a"), wait_ms=LONG_MS, trace=traced(2))
+    await router.send(begin_turns=[waiting])
+    await router.settled()
+    lease_id = await engine.grant("c", 1, *points("secret-a"))
+    await router.answer(2)
+    malformed = lease_pb2.TurnTrace(trace_id=b"short", span_id=b"s" * 8)
+    await router.begin(3, "unheard-of", trace=malformed)
+    first, second = (span for span in recording.spans() if span.name == "BeginTurn")
+    for span, trace in ((first, traced(1)), (second, traced(2))):
+        assert (span.trace_id, span.parent_span_id) == (trace.trace_id, trace.parent_span_id)
+    assert told(first) == {
+        "gen_ai.conversation.id": "c",
+        "kvturn.turn": 1,
+        "kvturn.waited": False,
+        "kvturn.lease_id": "",
+        "kvturn.verdict": "first_turn",
+        "kvturn.decode.engine": "",
+        "kvturn.retained_tokens": 0,
+    }
+    assert told(second)["kvturn.lease_id"] == lease_id
+    assert told(second)["kvturn.waited"] is True
+    assert b"secret" not in b"".join(recording.exported)

@@ -17,7 +17,7 @@ from kvturn_lease.lessor import Lessor
 from kvturn_lease.server import LeaseServer
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import make_telemetry
+from kvturn_lease.telemetry import make_tracing
 from kvturn_router.engines.engine import Engine as RouterEngine
 from kvturn_router.engines.fleet import Fleet
 from kvturn_router.engines.health import Health
@@ -49,10 +49,10 @@ class Service:
 
     def __init__(self) -> None:
         config = LeaseConfig(port=0)
-        telemetry = make_telemetry("")
+        tracing = make_tracing(None)
         self._config, self._terms = config.lessor, 0
-        self._servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer)
-        self._server = LeaseServer(config, self._servicer, telemetry)
+        self._servicer = LeaseServicer(config, None, None, boottime_ns, tracing)
+        self._server = LeaseServer(config, self._servicer, tracing)
 
     async def start(self) -> None:
         self.lead()

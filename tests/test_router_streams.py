@@ -7,13 +7,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+from recorded_spans import untraced
 from router_harness import turn_body
 from stub_engine import CHAT, GUARD_S, chunk, event
 
 from kvturn_router.__main__ import compose
 from kvturn_router.config import parse_config
 from kvturn_router.server import RouterServer
-from kvturn_router.telemetry.turn_trace import Telemetry
 
 STREAMS = 1000
 HEALTHY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
@@ -117,7 +117,7 @@ async def system() -> AsyncIterator[tuple[RouterServer, set[Engine]]]:
     urls = [f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}" for server in servers]
     flags = [f"--prefill={url}" for url in urls[:2]] + [f"--decode={url}" for url in urls[2:]]
     given = ["--port=0", "--no-grpc", "--health-interval-s=0.1", "--grace-s=0.2"]
-    server = compose(parse_config([*given, *flags], {}), Telemetry(None))
+    server = compose(parse_config([*given, *flags], {}), untraced())
     await server.start()
     await until(lambda: not server._fleet.missing())
     try:

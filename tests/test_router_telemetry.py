@@ -6,23 +6,26 @@ import logging
 import time
 
 import pytest
-from msgspec.structs import replace
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.proto.trace.v1 import trace_pb2
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.util.instrumentation import InstrumentationScope
-from opentelemetry.trace import SpanContext, SpanKind, Status, StatusCode, TraceFlags
-from recorded_spans import Recording, export_of, told
+from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode, TraceFlags
+from recorded_spans import Recording, export_of, otlp_tracing, told
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
-from kvturn_router.telemetry.span_export import OtlpExporter
-from kvturn_router.telemetry.span_wire import CLIENT, SERVER, Span, span_bytes
-from kvturn_router.telemetry.turn_trace import Telemetry, trace_context
+from kvturn.otlp import PROTOCOLS
+from kvturn.span_wire import CLIENT, INTERNAL, SERVER, EndedSpan, span_bytes
+from kvturn.trace_context import trace_context
+from kvturn.v1 import lease_pb2
 
+TTFC = "gen_ai.response.time_to_first_chunk"
 TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
+
+UNSAMPLED = PARENT[:-1] + "0"
 
 
 def span_id(traceparent: str | None) -> bytes:
@@ -39,7 +42,7 @@ async def test_what_a_turn_that_hangs_has_done_is_seen():
         await over.wait()
         await reply.json({"id": "chatcmpl-1", "choices": []})
 
-    async with router(telemetry=recording.telemetry) as rig:
+    async with router(tracing=recording.tracing) as rig:
         rig.decode.script(CHAT, hang)
         turn = asyncio.create_task(rig.post(turn_body(), headers=[("traceparent", PARENT)]))
         await rig.decode.turn()
@@ -52,7 +55,7 @@ async def test_what_a_turn_that_hangs_has_done_is_seen():
 async def test_a_turn_is_one_trace_across_all_processes():
     """The client's trace goes on: turn under it, and resolve, plan, both legs as siblings."""
     recording = Recording()
-    async with router(lease=FakeLease(lease_id="inc.1.1"), telemetry=recording.telemetry) as rig:
+    async with router(lease=FakeLease(lease_id="inc.1.1"), tracing=recording.tracing) as rig:
         rig.prefill.report = {
             "verdict": "reused",
             "prompt_tokens": 48,
@@ -79,8 +82,26 @@ async def test_a_turn_is_one_trace_across_all_processes():
             assert seen.json["kv_transfer_params"]["kvturn"]["traceparent"] == header
             assert seen.header("tracestate") == "a=b"
         prefill_url, decode_url = rig.prefill.url, rig.decode.url
+        first_chunk_s = told(spans["decode"])[TTFC]
+        assert isinstance(first_chunk_s, float)
+        assert 0 < first_chunk_s < told(turn)[TTFC]
+        for name, url in (("prefill", prefill_url), ("decode", decode_url)):
+            place = told(spans[name])
+            place.pop(TTFC, None)
+            assert place == {
+                f"kvturn.{name}.engine": url,
+                "server.address": "127.0.0.1",
+                "server.port": int(url.rpartition(":")[2]),
+                "http.response.status_code": 200,
+            }
+        assert told(spans["resolve"]) == {"kvturn.lease_id": "inc.1.1", "kvturn.verdict": ""}
+        assert told(spans["plan"]) == {"kvturn.plan": "pull"}
         assert told(turn) == {
             "gen_ai.operation.name": "chat",
+            "gen_ai.provider.name": "vllm",
+            "gen_ai.request.stream": True,
+            "gen_ai.response.time_to_first_chunk": told(turn)[TTFC],
+            "http.response.status_code": 200,
             "gen_ai.conversation.id": "c1",
             "gen_ai.request.model": "m",
             "gen_ai.usage.cache_read.input_tokens": 40,
@@ -105,20 +126,35 @@ async def test_a_turn_is_one_trace_across_all_processes():
 @pytest.mark.parametrize("fault", [None, "", "the engine is gone"])
 @pytest.mark.parametrize("text", ["", "c1", "\u8bf7" * 100, "x" * 20_000])
 @pytest.mark.parametrize("number", [0, 127, 128, 1 << 40])
-def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number):
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number, linked):
     """Byte by byte what the library's own encoder makes of the same span, once it is read."""
-    attributes = {"a.text": text, "a.number": number, "a.ms": 1.25, "a" * 200: "v"}
+    attributes = {
+        "a.text": text,
+        "a.number": number,
+        "a.ms": 1.25,
+        "a" * 200: "v",
+        "a.yes": True,
+        "a.no": False,
+        "a.one": 1,
+        "a.zero": 0,
+    }
     trace_id, own_id, parent_id = map(bytes.fromhex, (TRACE, "00000000000000ff", parent))
-    own = Span(
-        trace_id, own_id, parent_id, bool(parent), "t", SERVER, 1 << 60, 5, attributes, fault
+    link = bytes.fromhex("ff" * 16 + "00000000000000fd") if linked else b""
+    own = EndedSpan(
+        *(trace_id, own_id, parent_id, bool(parent), "t", SERVER, 1 << 60, 5),
+        *(attributes, fault, link),
     )
     above_id = bytes.fromhex("00000000000000fe")
-    child = replace(own, kind=CLIENT, parent_id=above_id, parent_is_remote=False)
+    child = own._replace(kind=CLIENT, parent_id=above_id, parent_is_remote=False)
+    part = child._replace(kind=INTERNAL)
 
     def context(span_id: bytes, *, remote: bool = False) -> SpanContext:
         return SpanContext(int(TRACE, 16), int.from_bytes(span_id), remote, TraceFlags(1))
 
-    def readable(span: Span) -> ReadableSpan:
+    links = [Link(SpanContext((1 << 128) - 1, 0xFD, is_remote=True))] if linked else []
+
+    def readable(span: EndedSpan) -> ReadableSpan:
         above = context(span.parent_id, remote=span.parent_is_remote) if span.parent_id else None
         return ReadableSpan(
             span.name,
@@ -126,16 +162,16 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
             parent=above,
             resource=Resource.create({"service.name": "kvturn-router"}),
             attributes=span.attributes,
-            kind=SpanKind.SERVER if span.kind == SERVER else SpanKind.CLIENT,
+            kind=SpanKind(span.kind - 1),
+            links=links,
             status=Status(StatusCode.UNSET if fault is None else StatusCode.ERROR, fault),
             start_time=span.began_ns,
             end_time=span.ended_ns,
-            instrumentation_scope=InstrumentationScope("kvturn.router"),
+            instrumentation_scope=InstrumentationScope("kvturn-router"),
         )
 
-    assert export_of([span_bytes(own), span_bytes(child)]) == encode_spans(
-        [readable(own), readable(child)]
-    )
+    spans = (own, child, part)
+    assert export_of(list(map(span_bytes, spans))) == encode_spans(list(map(readable, spans)))
 
 
 async def test_fifty_turns_at_once_keep_their_traces_apart():
@@ -147,7 +183,7 @@ async def test_fifty_turns_at_once_keep_their_traces_apart():
         kinds = {1: None, 2: f"00-{trace}-zz-01", 3: f"00-{trace}-00000000000000ff-00"}
         return kinds.get(number % 5, f"00-{trace}-00000000000000ff-01")
 
-    async with router(telemetry=recording.telemetry) as rig:
+    async with router(tracing=recording.tracing) as rig:
         sent = [context(number) for number in range(50)]
         await asyncio.gather(
             *(
@@ -210,7 +246,7 @@ async def test_a_client_that_leaves_marks_its_turn_and_nothing_is_logged(caplog)
         await seen.gone.wait()
 
     with caplog.at_level(logging.WARNING):
-        async with router(telemetry=recording.telemetry) as rig:
+        async with router(tracing=recording.tracing) as rig:
             rig.decode.script(CHAT, play)
             for number in range(20):
                 client = await rig.client()
@@ -233,7 +269,7 @@ async def test_no_attribute_is_ever_missing_or_of_another_kind(caplog):
         await reply.json({"error": "no"}, 400)
 
     with caplog.at_level(logging.WARNING):
-        async with router(telemetry=recording.telemetry) as rig:
+        async with router(tracing=recording.tracing) as rig:
             await rig.post(turn_body())
             await rig.post(turn_body(n=2))
             await rig.post(turn_body(), headers=[("X-Kvturn-Reuse", "off")])
@@ -259,11 +295,12 @@ async def test_no_attribute_is_ever_missing_or_of_another_kind(caplog):
     assert not [record for record in caplog.records if "opentelemetry" in record.name]
 
 
-async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(caplog):
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(protocol, caplog):
     """A closed port: turns are served, one warning comes, and the shutdown takes its bound."""
-    telemetry = Telemetry(OtlpExporter("http://127.0.0.1:1"))
+    tracing = otlp_tracing("http://127.0.0.1:1", protocol)
     with caplog.at_level(logging.WARNING):
-        async with router(telemetry=telemetry) as rig:
+        async with router(tracing=tracing) as rig:
             for _ in range(20):
                 assert (await rig.post(turn_body())).status == 200
             async with asyncio.timeout(20):
@@ -271,8 +308,82 @@ async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(capl
                     await rig.post(turn_body())
                     await asyncio.sleep(0.05)
         began = time.monotonic()
-        await asyncio.to_thread(telemetry.shutdown)
+        await asyncio.to_thread(tracing.shutdown)
         assert time.monotonic() - began < 2
     warnings = [record for record in caplog.records if "delivered" in record.message]
     assert len(warnings) == 1
     assert not [record for record in caplog.records if record.name.startswith("opentelemetry")]
+
+
+async def test_a_turn_links_to_the_one_before_it_and_its_report_names_its_trace():
+    """Without a lease service too; the conversation's turns are told with their traces."""
+    recording = Recording()
+    async with router(tracing=recording.tracing) as rig:
+        for _ in range(3):
+            await rig.post(turn_body(conversation_id="c1"))
+        await rig.post(turn_body(conversation_id="c2"))
+        answer = await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m", b"", ())
+        turns = [span for span in recording.spans() if span.name == "turn"]
+    by_id = [span for span in turns if told(span)["gen_ai.conversation.id"] == "c1"]
+    linked = [[(link.trace_id, link.span_id) for link in span.links] for span in by_id]
+    names = [(span.trace_id, span.span_id) for span in by_id]
+    assert linked == [[], names[:1], names[1:2]]
+    (other,) = [span for span in turns if span not in by_id]
+    assert not other.links
+    reported = [turn["trace_id"] for turn in json.loads(answer.body)["turns"]]
+    assert reported == [span.trace_id.hex() for span in by_id]
+
+
+async def test_a_lease_service_is_told_the_trace_and_tells_what_to_link_to():
+    """Ids as the spans have them; a turn that is not recorded tells of none."""
+    recording = Recording()
+    lease = FakeLease()
+    async with router(lease=lease, tracing=recording.tracing) as rig:
+        previous = lease_pb2.TurnTrace(trace_id=b"t" * 16, span_id=b"s" * 8)
+        lease.previous = previous
+        await rig.post(turn_body(conversation_id="c1"))
+        await rig.post(turn_body(conversation_id="c1"), headers=[("traceparent", UNSAMPLED)])
+        spans = {span.name: span for span in recording.spans()}
+        turn, asked = lease.begun
+    assert turn.trace.trace_id == spans["turn"].trace_id
+    assert turn.trace.span_id == spans["turn"].span_id
+    assert turn.trace.parent_span_id == spans["resolve"].span_id
+    (link,) = spans["turn"].links
+    assert (link.trace_id, link.span_id) == (previous.trace_id, previous.span_id)
+    assert not asked.HasField("trace")
+
+
+CANARY = "xylophone-canary"
+
+
+async def test_no_word_of_a_prompt_or_an_answer_and_no_key_is_in_a_span():
+    """Prompts, tools, answers, keys, engines' errors that repeat the prompt: none is exported."""
+    recording = Recording()
+
+    async def repeat(seen: Seen, reply: Reply) -> None:
+        await reply.json({"error": {"message": f"bad: {seen.json['messages']}"}}, 400)
+
+    async def garble(seen: Seen, reply: Reply) -> None:
+        await reply.json({"choices": [{"message": {"content": CANARY}}], "usage": CANARY})
+
+    body = turn_body(
+        conversation_id="c1",
+        messages=[{"role": "user", "content": CANARY}],
+        tools=[{"type": "function", "function": {"name": CANARY}}],
+        user=CANARY,
+    )
+    key = [("authorization", f"Bearer {CANARY}"), ("x-request-id", CANARY)]
+    async with router(lease=FakeLease(lease_id="inc.1.1"), tracing=recording.tracing) as rig:
+        await rig.post(body, headers=key)
+        rig.decode.script(CHAT, garble)
+        await rig.post(body, headers=key)
+        rig.decode.script(CHAT, repeat)
+        await rig.post(body, headers=key)
+        rig.prefill.script(CHAT, repeat)
+        assert (await rig.post(body, headers=key)).status == 400
+        assert len([span for span in recording.spans() if span.name == "turn"]) == 4
+        points = [point for turn in rig.lease.begun for point in turn.points]
+    exported = b"".join(recording.exported)
+    assert points
+    for secret in (CANARY.encode(), *points, *(point.hex().encode() for point in points)):
+        assert secret not in exported

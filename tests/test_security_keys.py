@@ -178,7 +178,7 @@ async def test_no_key_and_no_prompt_is_in_logs_or_spans(
     body = turn_body(messages=[{"role": "user", "content": secret}])
     lease = FakeLease()
     async with router(
-        f"--api-keys-file={keys_file}", lease=lease, telemetry=recording.telemetry
+        f"--api-keys-file={keys_file}", lease=lease, tracing=recording.tracing
     ) as rig:
         assert (await rig.post(body, headers=[bearer(KEY)])).status == 200
         assert (await rig.post(body, headers=[bearer("kvt-wrongwrong")])).status == 401

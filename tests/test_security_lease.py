@@ -36,7 +36,7 @@ from kvturn_lease.lessor import Lessor
 from kvturn_lease.server import LeaseServer
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import make_telemetry
+from kvturn_lease.telemetry import make_tracing
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -71,11 +71,11 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def lease_service(*flags: str) -> AsyncIterator[str]:
     """A lease service with these flags; its HOST:PORT."""
     config = parse_config(["--port=0", "--session-ttl=1", "--heartbeat=0.1", *flags], {})
-    callers, telemetry = callers_of(config), make_telemetry("")
+    callers, tracing = callers_of(config), make_tracing(None)
     servicer = LeaseServicer(
-        config, Lessor(config.lessor, 7), MemoryStore(), boottime_ns, telemetry.tracer, callers
+        config, Lessor(config.lessor, 7), MemoryStore(), boottime_ns, tracing, callers
     )
-    server = LeaseServer(config, servicer, telemetry, callers)
+    server = LeaseServer(config, servicer, tracing, callers)
     port = await server.start()
     try:
         yield f"127.0.0.1:{port}"

@@ -20,16 +20,16 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import (
     TraceServiceServicer,
     add_TraceServiceServicer_to_server,
 )
+from recorded_spans import otlp_tracing, untraced
 from router_harness import Answer, Client, Rig, router, turn_body
 from stub_engine import GUARD_S, StubEngine
 
+from kvturn.span_wire import SERVER
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.engines.engine_http import ConnectFault, EnginePool, request_bytes
-from kvturn_router.telemetry.span_export import OtlpExporter
-from kvturn_router.telemetry.turn_trace import Telemetry
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
 
@@ -278,7 +278,7 @@ async def test_engines_at_https_addresses_are_reached_over_tls(ours: Authority) 
             f"--engine-key={own.key}",
         ]
         config = parse_config([*flags, "--port=0", "--no-grpc", "--grace-s=0.2"], {})
-        server = compose(config, Telemetry(None))
+        server = compose(config, untraced())
         await server.start()
         rig = Rig(server, [prefill], [decode], None)
         await rig.until_ready()
@@ -381,9 +381,10 @@ async def test_traces_go_over_tls_to_a_collector_that_is_believed(
     await server.start()
     ca = ours.ca if believed else strangers.ca
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_CERTIFICATE", str(ca))
-    telemetry = Telemetry(OtlpExporter(f"https://127.0.0.1:{port}"))
-    telemetry.turns.begin(None).end()
-    await asyncio.to_thread(telemetry.shutdown)
+    tracing = otlp_tracing(f"https://127.0.0.1:{port}")
+    assert tracing.tracer is not None
+    tracing.tracer.root("turn", SERVER, bytes(16)).end()
+    await asyncio.to_thread(tracing.shutdown)
     await server.stop(None)
     assert collector.names == (["turn"] if believed else [])
 

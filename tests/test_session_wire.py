@@ -1,10 +1,16 @@
 """What a router's session says is written as the library itself would write it."""
 
+import logging
+
 import hypothesis.strategies as st
 import pytest
 from google.protobuf import duration_pb2
 from hypothesis import given
+from recorded_spans import Recording
 
+from kvturn.span_export import SpanQueue
+from kvturn.span_wire import SERVER
+from kvturn.tracing import UNRECORDED, Span, Tracer
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.choice.plan import PlanKind
 from kvturn_router.leases.session_wire import (
@@ -13,6 +19,7 @@ from kvturn_router.leases.session_wire import (
     router_hello,
     session_request,
     turn_report,
+    turn_trace,
 )
 from kvturn_router.leases.turn_report import report_message
 from kvturn_router.request.conversation import ConversationKey, TurnReport
@@ -38,6 +45,8 @@ reports = st.builds(
     names,
     names,
     durations_ms,
+    st.none() | durations_ms,
+    st.sampled_from(["", "0af7651916cd43dd8448eb211c80319c"]),
 )
 
 
@@ -51,6 +60,15 @@ def test_a_report_is_the_message_that_the_library_makes(conversation_id, report)
     assert lease_pb2.EndTurn.FromString(told) == ended
 
 
+def traced_turn(byte: bytes) -> tuple[Span, lease_pb2.TurnTrace]:
+    """Returns a turn's span, whose ids and those of its children are all of one byte."""
+    tracer = Tracer(SpanQueue(Recording(), logging.getLogger("kvturn.test")))
+    tracer.bits = lambda bits: int.from_bytes(byte * (bits // 8))
+    span = tracer.root("turn", SERVER, byte * 16)
+    ids = lease_pb2.TurnTrace(trace_id=byte * 16, span_id=byte * 8, parent_span_id=byte * 8)
+    return span, ids
+
+
 @given(
     turn_id=st.integers(1, (1 << 64) - 1),
     key=st.builds(ConversationKey, names, names, names),
@@ -59,11 +77,13 @@ def test_a_report_is_the_message_that_the_library_makes(conversation_id, report)
     wait_ms=st.integers(0, 5_000),
     reuse=st.booleans(),
     number=counts,
+    traced=st.booleans(),
 )
 def test_a_turn_begins_with_the_message_that_the_library_makes(
-    turn_id, key, recognise, points, wait_ms, reuse, number
+    turn_id, key, recognise, points, wait_ms, reuse, number, traced
 ):
     """With and without all that may be absent; in a message of its kind and in the first one."""
+    turn, ids = traced_turn(b"\x07") if traced else (UNRECORDED, None)
     begin = begin_turn(
         turn_id,
         key,
@@ -72,6 +92,7 @@ def test_a_turn_begins_with_the_message_that_the_library_makes(
         wait_ms=wait_ms,
         reuse=reuse,
         number=number,
+        trace=turn_trace(turn, turn.child("resolve")),
     )
     wait = duration_pb2.Duration()
     wait.FromMilliseconds(wait_ms)
@@ -85,6 +106,7 @@ def test_a_turn_begins_with_the_message_that_the_library_makes(
         wait=wait if wait_ms else None,
         reuse=reuse,
         turn=number,
+        trace=ids,
     )
     bare = lease_pb2.EndTurn(turn_id=3)
     request = session_request(

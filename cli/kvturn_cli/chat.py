@@ -91,6 +91,8 @@ def reuse_line(result: TurnResult) -> str:
         line += f", {result.local_tokens} tokens from prefill's own cache"
     if result.read_bytes:
         line += f", read {result.read_bytes / 1e6:.1f} MB in {result.read_ms:.1f} ms"
+    if result.saved_ms is not None:
+        line += f", about {result.saved_ms:.0f} ms saved"
     return line
 
 

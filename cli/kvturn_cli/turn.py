@@ -45,6 +45,8 @@ class TurnResult:
     """Duration of the KV read."""
     read_bytes: int
     """Bytes read."""
+    saved_ms: float | None = None
+    """What reuse saved until the first token, as the router estimates it; None if it does not."""
 
 
 def read_report(
@@ -79,6 +81,7 @@ def read_report(
         prefill_ms=number("prefill-ms"),
         read_ms=number("read-ms"),
         read_bytes=int(number("read-bytes")),
+        saved_ms=number("saved-ms") if "x-kvturn-saved-ms" in headers else None,
     )
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvturn.lease_access import LeaseAccess, lease_access
+from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.tls import TlsFiles
 from kvturn.watched import FileFault, warn_of_open_secrets
 
@@ -21,6 +23,7 @@ NAME_BYTES_MAX = 128
 ENDPOINTS_MAX = 16
 
 _PREFIX = "kvturn_"
+_OTLP_KEYS = ("kvturn_otlp_endpoint", "kvturn_otlp_protocol")
 _ACCESS_KEYS = (
     "kvturn_lease_cert",
     "kvturn_lease_key",
@@ -61,9 +64,10 @@ class ConnectorConfig:
     secret: bytes
     """Content of the file `kvturn_secret_file`: keys the digests; the same on all engines of a
     cluster, 16 to 64 bytes. Default: empty, digests are not keyed."""
-    otlp_endpoint: str
-    """`kvturn_otlp_endpoint`: OTLP/gRPC collector for the connector's spans, used when vLLM itself
-    has no tracer provider. Empty: no spans of its own."""
+    traces: Destination | None
+    """`kvturn_otlp_endpoint`, `kvturn_otlp_protocol` ("grpc" or "http/protobuf"): OTLP collector
+    for the connector's spans. Default: as OpenTelemetry's variables say, which vLLM sets for its
+    processes from --otlp-traces-endpoint. None: no spans."""
     nixl_progress_delay_us: int
     """`kvturn_nixl_progress_delay_us` (default 0): how long NIXL's progress thread sleeps between
     looks when no event wakes it. At 0, NIXL's own setting, the thread of every worker spins on a
@@ -93,7 +97,7 @@ class ConnectorConfig:
             "kvturn_question_deadline_ms",
             "kvturn_retentions_max",
             "kvturn_secret_file",
-            "kvturn_otlp_endpoint",
+            *_OTLP_KEYS,
             "kvturn_nixl_progress_delay_us",
             *_ACCESS_KEYS,
         }
@@ -112,10 +116,18 @@ class ConnectorConfig:
             ),
             retentions_max=_count(extra, "kvturn_retentions_max", 4096, 1, 1_000_000),
             secret=_secret(_text(extra, "kvturn_secret_file")),
-            otlp_endpoint=_url(extra, "kvturn_otlp_endpoint"),
+            traces=_traces(extra),
             nixl_progress_delay_us=_count(extra, "kvturn_nixl_progress_delay_us", 0, 0, 1_000_000),
             lease_access=_lease_access(extra),
         )
+
+
+def _traces(extra: Mapping[str, Any]) -> Destination | None:
+    endpoint, protocol = (_text(extra, key) for key in _OTLP_KEYS)
+    try:
+        return destination_of(endpoint, protocol, os.environ, names=_OTLP_KEYS)
+    except WrongSetting as wrong:
+        raise ConfigError(f"{wrong.name}: {wrong.problem}") from None
 
 
 def _text(extra: Mapping[str, Any], key: str) -> str:

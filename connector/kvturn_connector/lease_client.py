@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 import grpc
 
 from kvturn.lease_channels import LeaseChannels, Unanswered
+from kvturn.span_wire import CLIENT, INTERNAL
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector.config import NS_PER_MS, NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import (
@@ -31,13 +32,15 @@ from kvturn_connector.digest import (
     common_prefix_tokens,
     digest_values,
 )
-from kvturn_connector.reader import Answer
+from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Freed
-from kvturn_connector.telemetry import Telemetry, metadata_of
+from kvturn_connector.telemetry import make_tracing, metadata_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Mapping, Sequence
 
+    from kvturn.span_wire import Attribute
+    from kvturn.tracing import Tracing
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
     from kvturn_connector.session import EngineSession
 
@@ -121,7 +124,7 @@ class LeaseClient:
         self._outlooks: dict[int, int] = {}
         self._outbox = asyncio.Queue[lease_pb2.EngineSessionRequest](SEND_QUEUE_MAX)
         self._channels: LeaseChannels
-        self._telemetry: Telemetry
+        self._tracing: Tracing
         self._endpoint = ""
         self._heard_ns = 0
         self._quiet_ns = 0
@@ -158,9 +161,9 @@ class LeaseClient:
         """Sends BeginRead; the answer comes out of `take_answers`."""
         self._spawn(lambda: self._begin_read(question))
 
-    def end_read(self, end: lease_pb2.EndReadRequest, traceparent: str, read_start_ns: int) -> None:
-        """Sends EndRead, again if need be. `read_start_ns` is 0 when nothing was posted."""
-        self._spawn(lambda: self._end_read(end, traceparent, read_start_ns))
+    def end_read(self, end: End) -> None:
+        """Sends EndRead, again if need be."""
+        self._spawn(lambda: self._end_read(end))
 
     def retain(
         self,
@@ -211,7 +214,12 @@ class LeaseClient:
     def gave_way(self, traceparent: str, attributes: Mapping[str, int]) -> None:
         """Notes in the trace of the turn that needed memory what was given up for it."""
         now_ns = time.time_ns()
-        self._call(lambda: self._telemetry.span("give_way", traceparent, now_ns, attributes).end())
+
+        def note() -> None:
+            span = self._tracing.span(traceparent, "give_way", INTERNAL, now_ns)
+            span.end(attributes, ended_ns=now_ns)
+
+        self._call(note)
 
     def shutdown(self) -> None:
         """Ends the session and the thread, within a few seconds."""
@@ -235,7 +243,7 @@ class LeaseClient:
             self._loop.close()
 
     async def _main(self) -> None:
-        self._telemetry = Telemetry(self._config.otlp_endpoint, self._engine_id)
+        self._tracing = make_tracing(self._config.traces, self._engine_id)
         self._channels = LeaseChannels(
             self._config.lease_endpoints, self._clock, self._config.lease_access
         )
@@ -256,7 +264,7 @@ class LeaseClient:
             # gRPC ends what was cancelled a moment later, and then needs the event loop: one that
             # is closed breaks the loops of other clients in the process.
             await asyncio.sleep(DRAIN_S)
-            self._telemetry.shutdown()
+            self._tracing.shutdown()
 
     async def _sessions(self) -> None:
         """One session after the other, for as long as the engine lives."""
@@ -412,7 +420,7 @@ class LeaseClient:
         scope: Scope,
         traceparent: str,
     ) -> None:
-        span = self._telemetry.span("grant", traceparent, time.time_ns(), _about(offer))
+        span = self._tracing.span(traceparent, "grant", CLIENT)
         offer.digests.stride_tokens = STRIDE_TOKENS
         offer.digests.digest_bytes = DIGEST_BYTES
         try:
@@ -421,12 +429,11 @@ class LeaseClient:
             # Whatever it is, decode must not hold blocks that nobody will ever release.
             logger.exception("kvturn: a retention cannot be offered; its blocks go back")
             self._give_back([Freed(number, common_pb2.RELEASE_REASON_REVOKED)])
-            span.end()
+            span.end(_about(offer), fault="cannot be offered")
             return
-        context = dict(metadata_of(span)).get("traceparent", "")
-        self._send(self._session.retain(number, offer, self._clock(), context))
-        span.set_attribute("kvturn.lease_id", offer.lease_id)
-        span.end()
+        self._send(self._session.retain(number, offer, self._clock(), span.traceparent or ""))
+        if span.recorded:
+            span.end({**_about(offer), "kvturn.lease_id": offer.lease_id})
 
     def _withdraw(self, number: int, reason: int) -> None:
         # A step can give up thousands, and each heartbeat lists them all: one for all that the
@@ -440,12 +447,9 @@ class LeaseClient:
         self._send(self._session.withdraw_all(withdrawing, self._clock()))
 
     async def _begin_read(self, question: Question) -> None:
-        span = self._telemetry.span(
-            "begin_read",
-            question.traceparent,
-            time.time_ns(),
-            {"kvturn.lease_id": question.lease_id},
-        )
+        span = self._tracing.span(question.traceparent, "begin_read", CLIENT)
+        told: dict[str, Attribute] = {"kvturn.lease_id": question.lease_id}
+        fault: str | None = None
         result: Answer | int
         try:
             response = await self._channels.ask(
@@ -459,16 +463,21 @@ class LeaseClient:
                 metadata=metadata_of(span),
             )
             result = self._answer(question, response)
-            span.set_attribute("kvturn.granted", response.granted)
+            told["kvturn.granted"] = response.granted
+            if response.granted:
+                told["kvturn.common_tokens"] = result.common_tokens
+            else:
+                told["kvturn.verdict"] = _verdict_name(response.verdict)
         except Unanswered as problem:
             result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
             if problem.store_unavailable:
                 result = common_pb2.VERDICT_STORE_UNAVAILABLE
-            span.set_attribute("kvturn.unanswered", problem.reason)
+            fault = told["error.type"] = problem.reason
         except grpc.aio.AioRpcError as error:
             result = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
-            span.set_attribute("rpc.grpc.status_code", error.code().value[0])
-        span.end()
+            told["rpc.grpc.status_code"] = error.code().value[0]
+            fault = told["error.type"] = error.code().name
+        span.end(told, fault=fault)
         self._answers.append((question, result))
 
     def _answer(self, question: Question, response: lease_pb2.BeginReadResponse) -> Answer:
@@ -498,25 +507,21 @@ class LeaseClient:
             logger.warning("kvturn: lease %s cannot be compared: %s", question.lease_id, error)
             return 0
 
-    async def _end_read(
-        self, end: lease_pb2.EndReadRequest, traceparent: str, read_start_ns: int
-    ) -> None:
+    async def _end_read(self, ended: End) -> None:
+        end = ended.request
         metadata: tuple[tuple[str, str], ...] = ()
-        if read_start_ns:
-            span = self._telemetry.span(
-                "kv_read",
-                traceparent,
-                read_start_ns,
-                {
-                    "kvturn.lease_id": end.lease_id,
-                    "kvturn.read_outcome": lease_pb2.ReadOutcome.Name(end.outcome),
-                    "kvturn.reused_tokens": end.reused_tokens,
-                    "kvturn.read_bytes": end.read_bytes,
-                    "kvturn.read_ms": end.read_time.ToNanoseconds() / NS_PER_MS,
-                },
-            )
+        if ended.posted_unix_ns:
+            began_ns = ended.posted_unix_ns
+            span = self._tracing.span(ended.traceparent, "kv_read", INTERNAL, began_ns)
             metadata = metadata_of(span)
-            span.end(read_start_ns + end.read_time.ToNanoseconds())
+            if span.recorded:
+                failed = end.outcome != lease_pb2.READ_OUTCOME_COMPLETED
+                told = _about_read(ended)
+                span.end(
+                    told,
+                    fault=str(told["kvturn.read_outcome"]) if failed else None,
+                    ended_ns=began_ns + end.read_time.ToNanoseconds(),
+                )
         for attempt in range(END_READ_ATTEMPTS):
             if attempt:
                 await asyncio.sleep(RECONNECT_MIN_S * 2**attempt)
@@ -554,7 +559,26 @@ def _drain(queue: deque[T]) -> list[T]:
     return items
 
 
-def _about(offer: common_pb2.Retention) -> dict[str, str | int]:
+def _about_read(end: End) -> dict[str, Attribute]:
+    request = end.request
+    read_ns = request.read_time.ToNanoseconds()
+    outcome = lease_pb2.ReadOutcome.Name(request.outcome)
+    return {
+        "kvturn.lease_id": request.lease_id,
+        "kvturn.read_outcome": outcome.removeprefix("READ_OUTCOME_").lower(),
+        "kvturn.reused_tokens": request.reused_tokens,
+        "kvturn.read_blocks": end.blocks,
+        "kvturn.read_bytes": request.read_bytes,
+        "kvturn.read_ms": read_ns / NS_PER_MS,
+        "kvturn.read_bytes_per_s": request.read_bytes * NS_PER_S / read_ns if read_ns else 0.0,
+    }
+
+
+def _verdict_name(verdict: common_pb2.Verdict) -> str:
+    return common_pb2.Verdict.Name(verdict).removeprefix("VERDICT_").lower()
+
+
+def _about(offer: common_pb2.Retention) -> dict[str, Attribute]:
     return {
         "gen_ai.conversation.id": offer.conversation.conversation_id,
         "kvturn.turn": offer.turn,

@@ -188,7 +188,7 @@ class PrefillScheduler(LeasedScheduler):
 
     def _send_ends(self) -> None:
         for end in self._reader.take_ends():
-            self._client.end_read(end.request, end.traceparent, end.posted_unix_ns)
+            self._client.end_read(end)
 
     def _report(self, request: Request) -> dict[str, str | int | float]:
         read = self._reader.get(request.request_id)

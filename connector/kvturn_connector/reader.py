@@ -54,6 +54,8 @@ class End:
     traceparent: str = ""
     posted_unix_ns: int = 0
     """When the transfer was posted; 0 if none was."""
+    blocks: int = 0
+    """Blocks that were to be read."""
 
 
 class State(enum.Enum):
@@ -77,6 +79,8 @@ class Read:
     """W3C trace context of the turn."""
     posted_unix_ns: int = 0
     """Wall clock of the posting, for its span only; 0 before."""
+    posted_blocks: int = 0
+    """Blocks to be read, for the span only."""
     state: State = State.ASKED
     verdict: int = common_pb2.VERDICT_UNSPECIFIED
     answer: Answer | None = None
@@ -179,6 +183,7 @@ class Reader:
         assert read.state is State.GRANTED
         read.state = State.POSTED
         read.posted_unix_ns = unix_ns
+        read.posted_blocks = -(-tokens // self.block_size)
         read.reused_tokens = tokens
 
     def ended(
@@ -206,7 +211,7 @@ class Reader:
             read_bytes=read_bytes,
         )
         end.read_time.FromNanoseconds(read_ns)
-        self._ends.append(End(end, read.traceparent, read.posted_unix_ns))
+        self._ends.append(End(end, read.traceparent, read.posted_unix_ns, read.posted_blocks))
 
     def gone(self, request_id: str) -> None:
         """The request finished or was aborted.

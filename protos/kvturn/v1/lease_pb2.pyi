@@ -258,7 +258,7 @@ class RouterHello(_message.Message):
     def __init__(self, router_id: _Optional[str] = ..., turns_in_flight: _Optional[_Iterable[_Union[BeginTurn, _Mapping]]] = ..., version: _Optional[str] = ...) -> None: ...
 
 class BeginTurn(_message.Message):
-    __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse", "turn")
+    __slots__ = ("turn_id", "conversation", "recognise", "points", "wait", "reuse", "turn", "trace")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_FIELD_NUMBER: _ClassVar[int]
     RECOGNISE_FIELD_NUMBER: _ClassVar[int]
@@ -266,6 +266,7 @@ class BeginTurn(_message.Message):
     WAIT_FIELD_NUMBER: _ClassVar[int]
     REUSE_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
+    TRACE_FIELD_NUMBER: _ClassVar[int]
     turn_id: int
     conversation: _common_pb2.ConversationKey
     recognise: bool
@@ -273,7 +274,18 @@ class BeginTurn(_message.Message):
     wait: _duration_pb2.Duration
     reuse: bool
     turn: int
-    def __init__(self, turn_id: _Optional[int] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., recognise: bool = ..., points: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reuse: bool = ..., turn: _Optional[int] = ...) -> None: ...
+    trace: TurnTrace
+    def __init__(self, turn_id: _Optional[int] = ..., conversation: _Optional[_Union[_common_pb2.ConversationKey, _Mapping]] = ..., recognise: bool = ..., points: _Optional[_Iterable[bytes]] = ..., wait: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., reuse: bool = ..., turn: _Optional[int] = ..., trace: _Optional[_Union[TurnTrace, _Mapping]] = ...) -> None: ...
+
+class TurnTrace(_message.Message):
+    __slots__ = ("trace_id", "span_id", "parent_span_id")
+    TRACE_ID_FIELD_NUMBER: _ClassVar[int]
+    SPAN_ID_FIELD_NUMBER: _ClassVar[int]
+    PARENT_SPAN_ID_FIELD_NUMBER: _ClassVar[int]
+    trace_id: bytes
+    span_id: bytes
+    parent_span_id: bytes
+    def __init__(self, trace_id: _Optional[bytes] = ..., span_id: _Optional[bytes] = ..., parent_span_id: _Optional[bytes] = ...) -> None: ...
 
 class EndTurn(_message.Message):
     __slots__ = ("turn_id", "retains", "report")
@@ -306,7 +318,7 @@ class RouterWelcome(_message.Message):
     def __init__(self, longest_read: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class TurnBegun(_message.Message):
-    __slots__ = ("turn_id", "conversation_id", "turn", "lease_id", "verdict", "engine_id", "http_address", "token_count", "prompt_tokens", "extends", "refused")
+    __slots__ = ("turn_id", "conversation_id", "turn", "lease_id", "verdict", "engine_id", "http_address", "token_count", "prompt_tokens", "extends", "refused", "previous")
     TURN_ID_FIELD_NUMBER: _ClassVar[int]
     CONVERSATION_ID_FIELD_NUMBER: _ClassVar[int]
     TURN_FIELD_NUMBER: _ClassVar[int]
@@ -318,6 +330,7 @@ class TurnBegun(_message.Message):
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXTENDS_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
     turn_id: int
     conversation_id: str
     turn: int
@@ -329,7 +342,8 @@ class TurnBegun(_message.Message):
     prompt_tokens: int
     extends: bool
     refused: str
-    def __init__(self, turn_id: _Optional[int] = ..., conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., lease_id: _Optional[str] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., engine_id: _Optional[str] = ..., http_address: _Optional[str] = ..., token_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., extends: bool = ..., refused: _Optional[str] = ...) -> None: ...
+    previous: TurnTrace
+    def __init__(self, turn_id: _Optional[int] = ..., conversation_id: _Optional[str] = ..., turn: _Optional[int] = ..., lease_id: _Optional[str] = ..., verdict: _Optional[_Union[_common_pb2.Verdict, str]] = ..., engine_id: _Optional[str] = ..., http_address: _Optional[str] = ..., token_count: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., extends: bool = ..., refused: _Optional[str] = ..., previous: _Optional[_Union[TurnTrace, _Mapping]] = ...) -> None: ...
 
 class TurnRetained(_message.Message):
     __slots__ = ("turn_id", "token_count", "prompt_tokens", "local_cached_tokens")

@@ -33,7 +33,7 @@ from kvturn_lease.outages import Outages
 from kvturn_lease.server import LeaseServer, ListenError
 from kvturn_lease.servicer import LeaseServicer
 from kvturn_lease.store import MemoryStore
-from kvturn_lease.telemetry import make_telemetry
+from kvturn_lease.telemetry import make_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from kvturn_lease.etcd.config import EtcdConfig
     from kvturn_lease.etcd_store import Fence
 
+_SPANS_S = 0.5
+"""How long the last spans may take to go out."""
 _M_MMAP_THRESHOLD = -3  # malloc.h
 _MMAP_THRESHOLD_BYTES = 64 * 1024
 
@@ -95,10 +97,10 @@ async def _serve(config: LeaseConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
-    telemetry = make_telemetry(config.otlp_endpoint)
+    tracing = make_tracing(config.traces)
     callers = callers_of(config)
-    servicer = LeaseServicer(config, None, None, boottime_ns, telemetry.tracer, callers)
-    server = LeaseServer(config, servicer, telemetry, callers)
+    servicer = LeaseServicer(config, None, None, boottime_ns, tracing, callers)
+    server = LeaseServer(config, servicer, tracing, callers)
     if config.etcd is None:
         servicer.lead(Lessor(config.lessor, new_term(), tally=servicer.tally), MemoryStore())
     listener = _metrics_listener(config, servicer)
@@ -113,7 +115,7 @@ async def _serve(config: LeaseConfig) -> None:
     await server.stop()
     if listener is not None:
         await listener.stop()
-    await telemetry.close()
+    await asyncio.to_thread(tracing.shutdown, _SPANS_S)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from kvturn.keys import parse_keys
+from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ServerTls, TlsFiles
 from kvturn.watched import FileFault
@@ -244,8 +245,8 @@ class LeaseConfig:
     """Address of the metrics' listener; empty: the host."""
     metrics_port: int | None = None
     """Its port, 0 for a free one; None for no such listener."""
-    otlp_endpoint: str = ""
-    """Where traces go by OTLP gRPC, e.g. http://127.0.0.1:4317; empty turns them off."""
+    traces: Destination | None = None
+    """Where traces go; None for nowhere."""
     log_level: str = "INFO"
     """Least level that is logged."""
 
@@ -256,10 +257,6 @@ class LeaseConfig:
             self.queued_messages_max > self.lessor.leases_per_engine_max,
             f"{_both('queued-messages')} must exceed --leases-per-engine, all of which may be "
             "released at once; raise --queued-messages or lower --leases-per-engine",
-        )
-        _check(
-            self.otlp_endpoint == "" or self.otlp_endpoint.startswith(("http://", "https://")),
-            f"{_both('otlp-endpoint')} must start with http:// or https://",
         )
         _check(
             self.leadership_ns % _SECOND_NS == 0
@@ -333,7 +330,8 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         parser.text(f"{role}-tokens-file", "", f"file of the tokens of {role}s, one a line")
     parser.text("metrics-host", "", "address of /metrics and /health over HTTP, else --host")
     parser.optional_port("metrics-port", "their port, 0 for a free one; without it there are none")
-    parser.text("otlp-endpoint", "", "OTLP gRPC endpoint for traces", "OTEL_EXPORTER_OTLP_ENDPOINT")
+    parser.text("otlp-endpoint", "", "OTLP collector for traces, http(s)://HOST:PORT")
+    parser.text("otlp-protocol", "", "grpc or http/protobuf; else as OTEL_* variables say, or grpc")
     parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
     log_level = str(values["log-level"]).upper()
@@ -352,7 +350,7 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
         token_files=_token_files(values),
         metrics_host=str(values["metrics-host"]),
         metrics_port=None if values["metrics-port"] == "" else int(values["metrics-port"]),
-        otlp_endpoint=str(values["otlp-endpoint"]),
+        traces=_traces(values, environ),
         log_level=log_level,
     )
 
@@ -435,6 +433,16 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     _check(prefix != "", f"{_both('etcd-prefix')} must not be empty, e.g. kvturn/")
     paths = {f"{name}_file": Path(file) if file else None for name, file in files.items()}
     return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
+
+
+def _traces(values: Mapping[str, int | str], environ: Mapping[str, str]) -> Destination | None:
+    """Returns where traces go, None for nowhere. Raises ConfigError."""
+    endpoint, protocol = str(values["otlp-endpoint"]), str(values["otlp-protocol"])
+    names = _both("otlp-endpoint"), _both("otlp-protocol")
+    try:
+        return destination_of(endpoint, protocol, environ, names=names)
+    except WrongSetting as wrong:
+        raise ConfigError(str(wrong)) from None
 
 
 def _tls(values: Mapping[str, int | str]) -> TlsFiles | None:

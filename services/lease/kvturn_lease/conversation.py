@@ -41,6 +41,7 @@ class Conversation:
         "lease",
         "seen_ns",
         "told_in_flight",
+        "traced",
         "turn",
         "turns_begun",
         "turns_in_flight",
@@ -65,6 +66,8 @@ class Conversation:
         """When it becomes idle unless a turn is in flight."""
         self.turns_begun = 0
         """Number of the latest turn that began; 0 if none did that was numbered."""
+        self.traced = b""
+        """Names the span of the latest turn that was recorded; empty if none was."""
         self.absence_ns = 0
         """What its client says, again and again, that it is away for at most; 0 if it does not.
         In place of the idle time if shorter, until the conversation has been idle once."""

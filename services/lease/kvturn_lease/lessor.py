@@ -581,6 +581,17 @@ class Lessor:
         conversation.told_in_flight += 1
         conversation.turns_begun = max(conversation.turns_begun, conversation.turn, number, 1)
 
+    def trace_turn(self, key: ConversationKey, span: bytes) -> bytes:
+        """Remembers what names the span of the turn that began last.
+
+        Returns what names that of the latest one before it, empty if none is remembered.
+        """
+        conversation = self._conversations.get(key)
+        if conversation is None:
+            return b""
+        previous, conversation.traced = conversation.traced, span
+        return previous
+
     def end_turn(self, key: ConversationKey, now_ns: int) -> None:
         """Notes that a turn is over which began by begin_turn() or take_over_turn()."""
         conversation = self._touched(key, -1, now_ns)

@@ -6,6 +6,7 @@ import contextlib
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from kvturn.span_wire import SERVER
 from kvturn.v1 import lease_pb2
 from kvturn_lease import wire
 from kvturn_lease.errors import ConversationNotFound, InvalidArgument, LeaseServiceError, NotLeader
@@ -15,6 +16,8 @@ from kvturn_lease.routers import FAMILY_MAX, Begun
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from kvturn.span_wire import Attribute
+    from kvturn.tracing import Span, Tracer
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.conversation import Conversation, ConversationKey
     from kvturn_lease.conversation_search import ConversationSearch, Wanted
@@ -31,7 +34,12 @@ class RouterSessions:
     """The shell around Routers. Its caller carries out the lessor's effects after each call."""
 
     def __init__(
-        self, config: LeaseConfig, lessor: Lessor, routers: Routers, reports: TurnReports
+        self,
+        config: LeaseConfig,
+        lessor: Lessor,
+        routers: Routers,
+        reports: TurnReports,
+        tracer: Tracer | None = None,
     ) -> None:
         self._config = config
         self._lessor = lessor
@@ -40,6 +48,9 @@ class RouterSessions:
         self._streams: dict[RouterSession, RouterStream] = {}
         self._named: dict[RouterSession, tuple[str, str]] = {}
         """Id and version of each session's router, as it says."""
+        self._tracer = tracer
+        self._spans: dict[tuple[RouterSession, int], Span] = {}
+        """Of recorded turns in flight whose answer waits."""
 
     def routers(self) -> list[lease_pb2.Router]:
         """Returns the routers that have a session."""
@@ -89,6 +100,8 @@ class RouterSessions:
     def close(self, session: RouterSession, now_ns: int) -> None:
         """Ends a session; its turns in flight are over."""
         del self._streams[session], self._named[session]
+        for turn_id in [turn_id for each, turn_id in self._spans if each is session]:
+            del self._spans[session, turn_id]
         with contextlib.suppress(NotLeader):  # then all are over
             self._routers.close(session, now_ns)
 
@@ -133,6 +146,10 @@ class RouterSessions:
     def tell(self) -> None:
         """Hands the core's news to the streams."""
         for session, news in self._routers.drain():
+            if self._spans and isinstance(news, Begun):
+                span = self._spans.pop((session, news.turn_id), None)
+                if span is not None:
+                    _end_span(span, news, waited=True)
             stream = self._streams.get(session)
             if stream is not None:
                 stream.tell(news)
@@ -176,9 +193,16 @@ class RouterSessions:
             except InvalidArgument:
                 stream.tell(Begun(message.turn_id, refused="FIELD_INVALID"))
                 continue
+            span = None
+            if told.span and self._tracer is not None:
+                span = self._tracer.under(told.parent, "BeginTurn", SERVER)
             begun = self._routers.begin(session, told, now_ns)
             if begun is not None:
+                if span is not None:
+                    _end_span(span, begun, waited=False)
                 stream.tell(begun)
+            elif span is not None:
+                self._spans[session, told.turn_id] = span
         for end in unknown:
             self._end(session, end, now_ns)
 
@@ -187,8 +211,28 @@ class RouterSessions:
         turn = self._routers.end(session, end.turn_id, end.retains, now_ns)
         if turn is None:
             return False
+        if self._spans:
+            self._spans.pop((session, end.turn_id), None)
         if end.HasField("report"):
             report = wire.turn_report(end.report, turn.number)
             if report:
                 self._reports.add(turn.key, report, now_ns)
         return True
+
+
+def _end_span(span: Span, begun: Begun, *, waited: bool) -> None:
+    """Ends the span of a turn that was answered; `waited`: for a grant on its way."""
+    told: dict[str, Attribute] = {
+        "gen_ai.conversation.id": begun.conversation_id,
+        "kvturn.turn": begun.number,
+        "kvturn.waited": waited,
+    }
+    if begun.refused:
+        told["kvturn.refused"] = begun.refused
+    elif begun.resolution is not None:
+        found = begun.resolution
+        told["kvturn.lease_id"] = "" if found.lease_id is None else str(found.lease_id)
+        told["kvturn.verdict"] = found.verdict.name.lower() if found.verdict else ""
+        told["kvturn.decode.engine"] = found.engine_id
+        told["kvturn.retained_tokens"] = found.token_count
+    span.end(told)

@@ -61,6 +61,10 @@ class Beginning(NamedTuple):
     reuse: bool
     number: int = 0
     """Of a turn that began in an earlier session: as that gave it, 0 if it did not."""
+    span: bytes = b""
+    """Names the turn's span; empty if it is not recorded."""
+    parent: bytes = b""
+    """Names the span under which ours begins; empty with `span`."""
 
 
 class Begun(NamedTuple):
@@ -73,6 +77,8 @@ class Begun(NamedTuple):
     """Who holds the conversation; None if the turn does not reuse."""
     extends: bool = False
     refused: str = ""
+    previous: bytes = b""
+    """Names the span of the conversation's turn before it, empty if there is none to link to."""
 
 
 class Retained(NamedTuple):
@@ -88,7 +94,9 @@ News: TypeAlias = Begun | Retained
 class Turn:
     """One turn: in flight, or ended and its grant awaited."""
 
-    __slots__ = ("ended", "id", "key", "number", "points", "retained", "session", "timer_ns")
+    __slots__ = (
+        *("ended", "id", "key", "number", "points", "previous", "retained", "session", "timer_ns"),
+    )
 
     def __init__(
         self,
@@ -105,6 +113,8 @@ class Turn:
         self.number = number
         """In its conversation; 0 if it began in an earlier session, unanswered."""
         self.ended = False
+        self.previous = b""
+        """Names the span of the turn before it, where both are recorded; else empty."""
         self.retained = False
         """Its retention was announced."""
         self.timer_ns = NEVER_NS
@@ -221,6 +231,8 @@ class Routers:
                 self._recognition.began(told.key, told.points)
                 self._lessor.take_over_turn(told.key, told.number, now_ns)
                 turn = Turn(session, told.turn_id, told.key, told.points, told.number)
+                if told.span:
+                    self._lessor.trace_turn(told.key, told.span)
                 self._count_in(turn)
         return session
 
@@ -251,6 +263,8 @@ class Routers:
         asks = told.reuse and not waits
         number, resolution = self._lessor.begin_turn(key, asks, now_ns)
         turn = Turn(session, told.turn_id, key, points, number)
+        if told.span:
+            turn.previous = self._lessor.trace_turn(key, told.span)
         line = self._count_in(turn)
         if waits:
             line.waiting.append(turn)
@@ -387,4 +401,11 @@ def _begun(turn: Turn, resolution: Resolution | None) -> Begun:
     extends = False
     if resolution is not None and resolution.history:
         extends = resolution.history in turn.points[1:]
-    return Begun(turn.id, turn.key.conversation_id, turn.number, resolution, extends)
+    return Begun(
+        turn.id,
+        turn.key.conversation_id,
+        turn.number,
+        resolution,
+        extends,
+        previous=turn.previous,
+    )

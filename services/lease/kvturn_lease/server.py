@@ -17,10 +17,10 @@ from kvturn_lease.config import address_of
 from kvturn_lease.telemetry import TracingInterceptor
 
 if TYPE_CHECKING:
+    from kvturn.tracing import Tracing
     from kvturn_lease.callers import Callers
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.servicer import LeaseServicer
-    from kvturn_lease.telemetry import Telemetry
 
 _SECOND_NS = 1_000_000_000
 
@@ -36,7 +36,7 @@ class LeaseServer:
         self,
         config: LeaseConfig,
         servicer: LeaseServicer,
-        telemetry: Telemetry,
+        tracing: Tracing,
         callers: Callers | None = None,
     ) -> None:
         """`callers` says who may call what, None for everybody everything."""
@@ -45,8 +45,8 @@ class LeaseServer:
         interceptors: list[grpc.aio.ServerInterceptor] = []  # type: ignore[type-arg]
         if callers is not None:
             interceptors.append(CallerInterceptor(callers))
-        if telemetry.provider is not None:
-            interceptors.append(TracingInterceptor(telemetry.tracer))
+        if tracing.tracer is not None:
+            interceptors.append(TracingInterceptor(tracing))
         self._server = grpc.aio.server(
             interceptors=interceptors,
             options=_options(config),

@@ -15,10 +15,9 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from grpc.aio import EOF  # type: ignore[attr-defined]
-from opentelemetry import trace
-from opentelemetry.trace import SpanKind
 
 from kvturn.recognition import Recognition
+from kvturn.span_wire import SERVER
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
 from kvturn_lease import wire
 from kvturn_lease.effects import Announced, EndSession, EngineChanged, Record, SendToEngine
@@ -36,12 +35,14 @@ from kvturn_lease.routers import Routers
 from kvturn_lease.session_stream import SessionStream
 from kvturn_lease.status import abort
 from kvturn_lease.tally import Tally
-from kvturn_lease.telemetry import caller_context
+from kvturn_lease.telemetry import annotate
 from kvturn_lease.turn_reports import TurnReports
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator
 
+    from kvturn.span_wire import Attribute
+    from kvturn.tracing import Tracing
     from kvturn_lease.callers import Callers
     from kvturn_lease.config import LeaseConfig
     from kvturn_lease.conversation import ConversationKey
@@ -105,7 +106,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         lessor: Lessor | None,
         store: Store | None,
         clock_ns: Callable[[], int],
-        tracer: trace.Tracer,
+        tracing: Tracing,
         callers: Callers | None = None,
         tally: Tally | None = None,
     ) -> None:
@@ -124,7 +125,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         """Of the term that runs, or of the last one."""
         self._refusal: LeaseServiceError = StoreUnavailable()
         self._clock_ns = clock_ns
-        self._tracer = tracer
+        self._tracing = tracing
         self._callers = callers
         self._streams: dict[SessionId, SessionStream] = {}
         self._waiters: dict[ConversationKey, set[asyncio.Future[None]]] = {}
@@ -142,7 +143,9 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         self.tally.terms += 1
         recognition = Recognition(self._config.lessor.conversations_max)
         routers = Routers(lessor, recognition, self._config.routers)
-        self._routers = RouterSessions(self._config, lessor, routers, TurnReports())
+        self._routers = RouterSessions(
+            self._config, lessor, routers, TurnReports(), self._tracing.tracer
+        )
 
     @property
     def leads(self) -> bool:
@@ -309,20 +312,21 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     def _on_grant(self, session_id: SessionId, sequence: int, grant: lease_pb2.Grant) -> None:
         lease_id = wire.lease_id(grant.retention.lease_id, "grant.retention.lease_id")
         traceparent = grant.traceparent[:_TRACEPARENT_CHARACTERS_MAX]
-        with self._tracer.start_as_current_span(
-            "Grant", context=caller_context(traceparent), kind=SpanKind.SERVER
-        ):
-            try:
-                retention = wire.retention(grant.retention, "grant.retention")
-            except InvalidArgument as error:
-                logger.warning("engine %s: grant refused: %s", session_id.engine_id, error)
-                _annotate({"kvturn.lease_id": str(lease_id), "kvturn.refused": error.field})
-                with self._now() as now_ns:
-                    self._lessor.refuse_grant(
-                        session_id, sequence, lease_id, "RETENTION_INVALID", now_ns
-                    )
-                return
-            _annotate(
+        span = self._tracing.span(traceparent, "Grant", SERVER)
+        try:
+            retention = wire.retention(grant.retention, "grant.retention")
+        except InvalidArgument as error:
+            logger.warning("engine %s: grant refused: %s", session_id.engine_id, error)
+            with self._now() as now_ns:
+                self._lessor.refuse_grant(
+                    session_id, sequence, lease_id, "RETENTION_INVALID", now_ns
+                )
+            span.end({"kvturn.lease_id": str(lease_id), "kvturn.refused": error.field})
+            return
+        with self._now() as now_ns:
+            self._lessor.grant(session_id, sequence, retention, now_ns)
+        if span.recorded:
+            span.end(
                 {
                     **_naming(retention.conversation),
                     "kvturn.lease_id": str(lease_id),
@@ -333,8 +337,6 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
                     "kvturn.local_tokens": grant.retention.local_cached_tokens,
                 }
             )
-            with self._now() as now_ns:
-                self._lessor.grant(session_id, sequence, retention, now_ns)
 
     def _end_session(self, session_id: SessionId, stream: SessionStream) -> None:
         if self._streams.get(session_id) is stream:
@@ -419,7 +421,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         with self._now() as now_ns:
             resolution = self._lessor.resolve(key, now_ns)
         response = wire.resolution(resolution, self._config.lessor.longest_read_ns)
-        _annotate(
+        annotate(
             {
                 **_naming(key),
                 "kvturn.lease_id": response.lease_id,
@@ -439,7 +441,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         reader = wire.reader_engine_id(request)
         with self._now() as now_ns:
             answer = self._lessor.begin_read(lease_id, key, now_ns)
-        _annotate(
+        annotate(
             {
                 **_naming(key),
                 "kvturn.lease_id": request.lease_id,
@@ -459,7 +461,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         outcome = wire.read_outcome(request)
         with self._now() as now_ns:
             self._lessor.end_read(lease_id, outcome, now_ns)
-        _annotate(
+        annotate(
             {
                 "kvturn.lease_id": request.lease_id,
                 "kvturn.read_outcome": outcome.name.lower(),
@@ -477,7 +479,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         """Notes a sign of life, and that a turn began or ended."""
         key = wire.conversation_key(request.conversation, "conversation")
         delta = wire.turns_delta(request)
-        _annotate(_naming(key))
+        annotate(_naming(key))
         with self._now() as now_ns:
             self._lessor.touch(key, delta, now_ns)
         return lease_pb2.TouchConversationResponse()
@@ -489,7 +491,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
         """Keeps a conversation from becoming idle for a while."""
         key = wire.conversation_key(request.conversation, "conversation")
         absence_ns = wire.absence_ns(request)
-        _annotate(_naming(key))
+        annotate(_naming(key))
         with self._now() as now_ns:
             kept_ns = self._router_sessions.keep_alive(key, absence_ns, now_ns)
         return lease_pb2.KeepConversationAliveResponse(kept=wire.duration(kept_ns))
@@ -500,7 +502,7 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
     ) -> lease_pb2.EndConversationResponse:
         """Ends the leases of a conversation or scope."""
         key = wire.conversation_key(request.conversation, "conversation")
-        _annotate(_naming(key))
+        annotate(_naming(key))
         ended = 0
         family = self._router_sessions.family(key)
         while step := list(itertools.islice(family, _CONVERSATIONS_PER_STEP)):
@@ -689,13 +691,7 @@ async def _run_until_one_ends(
         raise error
 
 
-def _annotate(attributes: dict[str, str | int | float | bool]) -> None:
-    span = trace.get_current_span()
-    if span.is_recording():
-        span.set_attributes(attributes)
-
-
-def _naming(key: ConversationKey) -> dict[str, str | int | float | bool]:
+def _naming(key: ConversationKey) -> dict[str, Attribute]:
     return {"gen_ai.conversation.id": key.conversation_id, "gen_ai.request.model": key.model}
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 from google.protobuf.duration_pb2 import Duration
 
 from kvturn.recognition import POINTS_MAX
+from kvturn.span_wire import SPAN_NAME_BYTES, TRACE_ID_BYTES
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_lease.config import LONGEST_READ_MAX_NS, SESSION_TTL_MAX_NS, Policy, stretched_ns
 from kvturn_lease.conversation import TURNS_IN_FLIGHT_MAX, ConversationKey
@@ -428,6 +429,7 @@ def beginning(message: lease_pb2.BeginTurn) -> Beginning:
         problem = f"must be at most {POINTS_MAX} of {DIGEST_BYTES} bytes"
         raise InvalidArgument("begin_turns.points", problem)
     wait_ns = span_ns(message.wait, "begin_turns.wait") if message.HasField("wait") else 0
+    span, parent = _traced(message.trace) if message.HasField("trace") else (b"", b"")
     return Beginning(
         message.turn_id,
         key,
@@ -436,7 +438,17 @@ def beginning(message: lease_pb2.BeginTurn) -> Beginning:
         min(wait_ns, RESOLVE_WAIT_MAX_NS),
         message.reuse,
         message.turn,
+        span,
+        parent,
     )
+
+
+def _traced(trace: lease_pb2.TurnTrace) -> tuple[bytes, bytes]:
+    """Reads what names a turn's span, and the one to go on under; both empty if malformed."""
+    trace_id = trace.trace_id
+    names = trace_id + trace.span_id, trace_id + trace.parent_span_id
+    well_formed = len(trace_id) == TRACE_ID_BYTES and set(map(len, names)) == {SPAN_NAME_BYTES}
+    return names if well_formed else (b"", b"")
 
 
 def turn_report(report: common_pb2.TurnReport, number: int) -> bytes:
@@ -516,6 +528,7 @@ def write_begun(response: lease_pb2.RouterSessionResponse, begun: Begun) -> None
             conversation_id=begun.conversation_id,
             turn=begun.number,
             verdict=common_pb2.VERDICT_TURNED_OFF,
+            previous=_turn_trace(begun.previous),
         )
     else:
         response.turns.add(
@@ -529,7 +542,14 @@ def write_begun(response: lease_pb2.RouterSessionResponse, begun: Begun) -> None
             token_count=resolved.token_count,
             prompt_tokens=resolved.prompt_tokens,
             extends=begun.extends,
+            previous=_turn_trace(begun.previous),
         )
+
+
+def _turn_trace(span: bytes) -> lease_pb2.TurnTrace | None:
+    if not span:
+        return None
+    return lease_pb2.TurnTrace(trace_id=span[:TRACE_ID_BYTES], span_id=span[TRACE_ID_BYTES:])
 
 
 def write_retained(response: lease_pb2.RouterSessionResponse, retained: Retained) -> None:

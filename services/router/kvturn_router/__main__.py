@@ -24,6 +24,7 @@ from kvturn.metrics import Page
 from kvturn.recognition import Recognition, minted_id
 from kvturn.spelling import stray_variables
 from kvturn.tls import ClientTls, ServerTls
+from kvturn.tracing import Tracing
 from kvturn.watched import warn_of_open_secrets
 from kvturn_router.choice.costs import Costs
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
@@ -50,8 +51,7 @@ from kvturn_router.metrics import FAMILIES, LOOP_LAG, RouterMetrics
 from kvturn_router.request.intake import Intake
 from kvturn_router.request.keys import ApiKeys
 from kvturn_router.server import ListenError, RouterServer, address_of
-from kvturn_router.telemetry.span_export import OtlpExporter
-from kvturn_router.telemetry.turn_trace import Telemetry
+from kvturn_router.telemetry.turn_trace import TurnTracer, make_tracing
 from kvturn_router.turn.forward import Forwarder, LeaseReuse, TurnLimits
 from kvturn_router.turn.legs import Legs, RequestIds
 from kvturn_router.turn.recent_turns import RecentTurns
@@ -115,12 +115,11 @@ def _warn(config: RouterConfig) -> None:
 
 
 def _run_one(config: RouterConfig, place: WorkerPlace | None) -> int:
-    exporter = OtlpExporter(config.otlp_endpoint) if config.otlp_endpoint else None
-    telemetry = Telemetry(exporter)
+    tracing = make_tracing(config.traces)
     try:
-        uvloop.run(_serve(config, telemetry, place))
+        uvloop.run(_serve(config, tracing, place))
     finally:
-        telemetry.shutdown()
+        tracing.shutdown()
     return EXIT_OK
 
 
@@ -175,9 +174,9 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-async def _serve(config: RouterConfig, telemetry: Telemetry, place: WorkerPlace | None) -> None:
+async def _serve(config: RouterConfig, tracing: Tracing, place: WorkerPlace | None) -> None:
     stop = _stop_on_signals()
-    server = compose(config, telemetry, place)
+    server = compose(config, tracing, place)
     await server.start()
     _collect_rarely()
     _keep_memory()
@@ -216,7 +215,7 @@ def _keep_memory() -> None:
 
 
 def compose(
-    config: RouterConfig, telemetry: Telemetry, place: WorkerPlace | None = None
+    config: RouterConfig, tracing: Tracing, place: WorkerPlace | None = None
 ) -> RouterServer:
     """Builds a router from its settings. Call on the event loop that will run it.
 
@@ -224,7 +223,7 @@ def compose(
     """
     shares_ports = place is not None
     fleet = _fleet(config)
-    forwarder = _forwarder(config, fleet, telemetry)
+    forwarder = _forwarder(config, fleet, tracing)
     intake = _intake(config)
     gate = Gate(config.turns_max)
     bodies = BodyBudget(config.bodies_bytes_max)
@@ -237,7 +236,7 @@ def compose(
     )
     grpc = _grpc(config, intake, forwarder, gate, bodies, fleet, shares_ports)
     lag = LOOP_LAG.histogram()
-    metrics = RouterMetrics(forwarder, gate, bodies, listener, grpc, telemetry.queue, lag)
+    metrics = RouterMetrics(forwarder, gate, bodies, listener, grpc, tracing.queue, lag)
     pages = WorkerPages(place, metrics.page)
     return RouterServer(
         config,
@@ -261,7 +260,7 @@ def compose(
     )
 
 
-def _forwarder(config: RouterConfig, fleet: Fleet, telemetry: Telemetry) -> Forwarder:
+def _forwarder(config: RouterConfig, fleet: Fleet, tracing: Tracing) -> Forwarder:
     legs = Legs(RequestIds(), config.engine_authorization)
     room = WaitingRoom(
         roles=(DECODE, PREFILL),
@@ -274,7 +273,7 @@ def _forwarder(config: RouterConfig, fleet: Fleet, telemetry: Telemetry) -> Forw
         legs=legs,
         book=ConversationBook(config.conversations_max),
         recent=RecentTurns(),
-        tracer=telemetry.turns,
+        tracer=TurnTracer(tracing.tracer, config.sampler),
         limits=TurnLimits(config.prefill_timeout_s, config.decode_timeout_s, config.read_margin_ms),
         costs=Costs(),
         thresholds=config.thresholds,

@@ -15,12 +15,14 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
+from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
 from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault
 from kvturn_router.choice.plan import PlanKind, Thresholds
 from kvturn_router.engines.engine import EngineAddress, engine_address
 from kvturn_router.request.conversation import SESSION_HEADERS
+from kvturn_router.telemetry.sampling import Sampler, sampler_of
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
@@ -102,10 +104,12 @@ class RouterConfig:
     """The token that shows the lease service who calls."""
     metrics_without_key: bool
     """Whether /metrics is for anybody even where clients need a key; else it is for operators."""
-    otlp_endpoint: str | None
+    traces: Destination | None
     """Where spans go, None for nowhere."""
     trace_url: str
     """Where a turn's trace is shown, with TRACE_ID in its place, "" for nowhere."""
+    sampler: Sampler
+    """Which turns are traced."""
     connect_timeout_s: float
     """Longest wait for a connection to an engine."""
     prefill_timeout_s: float
@@ -251,6 +255,7 @@ def _trace_url(text: str) -> str:
     return text
 
 
+_ratio = _between(0.0, 1.0, float)
 _PORT = _whole(0, 65_535)
 _COUNT_MAX = 10_000_000
 _ENDPOINTS_MAX: Final = 16
@@ -306,8 +311,22 @@ _FLAGS: Final = (
     _Flag("lease-cert", _file, None, "FILE", "our certificate for the lease service"),
     _Flag("lease-key", _file, None, "FILE", "its key"),
     _Flag("lease-token-file", _file, None, "FILE", "token that we show the lease service"),
-    _Flag("otlp-endpoint", _endpoint, None, "URL", "OTLP gRPC endpoint for traces"),
     _Flag("trace-url", _trace_url, "", "URL", f"where /ui links to traces, with {TRACE_ID} in it"),
+    _Flag("otlp-endpoint", _endpoint, None, "URL", "OTLP collector for traces"),
+    _Flag(
+        "otlp-protocol",
+        _one_of(*PROTOCOLS),
+        None,
+        "NAME",
+        "grpc or http/protobuf; else as OTEL_* variables say, or grpc",
+    ),
+    _Flag(
+        "trace-ratio",
+        _ratio,
+        None,
+        "R",
+        "share of the turns traced that no client traces; else as OTEL_* variables say, or all",
+    ),
     _Flag("connect-timeout-s", _seconds(0.01), 3.0, "S", "wait for a connection to an engine"),
     _Flag("prefill-timeout-s", _seconds(0.1), 300.0, "S", "silence of prefill"),
     _Flag("decode-timeout-s", _seconds(0.1), 600.0, "S", "silence of decode"),
@@ -377,8 +396,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
     for flag in _ALL:
         name = flag.name.replace("-", "_")
         values[name] = _value(flag, given[name], environment.get(_variable(flag)))
-    if values["otlp_endpoint"] is None and environment.get("OTEL_EXPORTER_OTLP_ENDPOINT"):
-        values["otlp_endpoint"] = environment["OTEL_EXPORTER_OTLP_ENDPOINT"].rstrip("/")
+    traces, sampler = _traces(values, environment)
     _refuse_contradictions(values)
     _refuse_files(values)
     return RouterConfig(
@@ -418,8 +436,9 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         lease_tls=_tls_files(values, "lease", "ca"),
         lease_token_file=values["lease_token_file"],
         metrics_without_key=values["metrics_without_key"],
-        otlp_endpoint=values["otlp_endpoint"],
         trace_url=values["trace_url"],
+        traces=traces,
+        sampler=sampler,
         connect_timeout_s=values["connect_timeout_s"],
         prefill_timeout_s=values["prefill_timeout_s"],
         decode_timeout_s=values["decode_timeout_s"],
@@ -430,6 +449,17 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         grace_s=values["grace_s"],
         log_level=values["log_level"],
     )
+
+
+def _traces(
+    values: Mapping[str, Any], environment: Mapping[str, str]
+) -> tuple[Destination | None, Sampler]:
+    """Returns where traces go, and which. Raises ConfigError."""
+    try:
+        traces = destination_of(values["otlp_endpoint"], values["otlp_protocol"], environment)
+        return traces, sampler_of(values["trace_ratio"], environment)
+    except WrongSetting as wrong:
+        raise ConfigError(str(wrong)) from None
 
 
 def _value(flag: _Flag, given: str | list[str] | None, variable: str | None) -> Any:

@@ -16,13 +16,13 @@ from kvturn.metrics import (
     PageWriter,
 )
 from kvturn.metrics_page import process_families, process_page
+from kvturn.span_export import SpanQueue
 from kvturn_router.engines.admission import WAIT
 from kvturn_router.engines.engine import Engine
 from kvturn_router.front.body_budget import BodyBudget
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import Listener
-from kvturn_router.telemetry.span_export import SpanQueue
 from kvturn_router.turn import counts
 from kvturn_router.turn.forward import Forwarder
 

@@ -39,6 +39,10 @@ SHARE_STEP: Final = 0.2
 """How fast the share that an engine's prefix cache finds is learned."""
 LEG_STEP: Final = 0.1
 """How fast the tokens of a usual prefill leg are learned."""
+TAUGHT_MIN: Final = 3
+"""Turns that a quantity must have been learned from before it is told to anybody."""
+SPREAD_MAX: Final = 0.5
+"""How far off it may be then, as a share of it."""
 
 
 class Priors(NamedTuple):
@@ -221,6 +225,42 @@ class Costs:
                 fit, self._fetched(forecast, took.prompt_tokens), forecast, took, now_ns
             )
 
+    def saved_ms(self, kind: str, forecast: Forecast, took: Took) -> float | None:
+        """Returns how much later the first token would have come had all been computed.
+
+        That is what computing the whole prompt is expected to take on the engines that were
+        planned with, under the load that they had then, less what the turn took; 0 if that is no
+        less. None if nothing was reused, or if too little is known: each quantity that is reckoned
+        with must have been learned from TAUGHT_MIN turns of those very engines, to within
+        SPREAD_MAX. To be called before `learn`; `kind` is as there.
+        """
+        if took.prompt_tokens <= 0 or not forecast.prefill:
+            return None
+        prefill = self._prefill.of(forecast.prefill)
+        if kind == "pull":
+            # Decode's fetch of prefill's KV is the same either way.
+            if took.reused_tokens <= 0 or took.prefill_ms <= 0:
+                return None
+            units = took.prompt_tokens - took.cached_tokens + self._ahead(forecast)
+            expected = _known(prefill, units)
+            return None if expected is None else max(expected - took.prefill_ms, 0.0)
+        if kind != "local" or took.cached_tokens <= 0 or took.decode_ms <= 0:
+            return None
+        held = min(forecast.held_tokens, took.prompt_tokens)
+        found = held * self._prefill_cache.of(forecast.prefill)
+        whole = _known(prefill, took.prompt_tokens - found + self._ahead(forecast))
+        handover = _known(
+            self._handover.of(f"{forecast.prefill} {forecast.decode}"),
+            self._fetched(forecast, took.prompt_tokens),
+        )
+        alone: float | None = took.decode_ms
+        if took.generated_tokens > 0:  # It lasted until the whole answer was there.
+            computed = max(took.prompt_tokens - took.cached_tokens, 1)
+            alone = _known(self._local_fit(forecast.decode), computed)
+        if whole is None or handover is None or alone is None:
+            return None
+        return max(whole + handover - alone, 0.0)
+
     def _learn_local(self, forecast: Forecast, took: Took, now_ns: int) -> None:
         held = min(forecast.held_tokens, took.prompt_tokens)
         decode = forecast.decode
@@ -393,6 +433,12 @@ class _Fits:
 def _estimate(fit: Fit, units: float, now_ns: int) -> Estimate:
     ms = fit.value(units)
     return Estimate(ms, ms / (1.0 + HOPE * fit.doubt(units, now_ns)))
+
+
+def _known(fit: Fit, units: float) -> float | None:
+    """Returns what is to be expected, None if too little is known to tell it."""
+    known = fit.taught >= TAUGHT_MIN and fit.spread(units) <= SPREAD_MAX
+    return fit.value(units) if known else None
 
 
 def _sum(*parts: Estimate) -> Estimate:

@@ -56,6 +56,7 @@ class Fit:
         "_prior",
         "each",
         "fixed",
+        "taught",
     )
 
     def __init__(self, prior: tuple[float, float]) -> None:
@@ -70,6 +71,8 @@ class Fit:
         self._known_ns: int | None = None
         # Observations, each halved with what is known.
         self._observed = 0.0
+        self.taught = 0
+        """Observations that it has taken in."""
 
     def value(self, units: float) -> float:
         """Returns what is to be expected."""
@@ -103,6 +106,14 @@ class Fit:
         )
         return min(sqrt(variance), PRIOR_DEVIATION) if variance > 0.0 else 0.0
 
+    def spread(self, units: float) -> float:
+        """Returns how far off `value` may be as of the last observation, as a share of it.
+
+        Unlike `deviation` it does not grow with time: what was learned of an engine is taken to
+        hold until it is learned anew.
+        """
+        return self._deviation(units, 1.0)
+
     def scatter(self) -> float:
         """Returns how far observations lie from what is expected, as a share of it."""
         return sqrt(self._noise)
@@ -117,6 +128,7 @@ class Fit:
         self._fade(fading / MEMORY)
         self._observed = self._observed / fading + 1.0
         self._known_ns = now_ns
+        self.taught += 1
         value = self.fixed + self.each * units
         prior_fixed, prior_each = self._prior
         fixed = prior_fixed / value

@@ -104,7 +104,8 @@ class TurnAnswer:
 
 def report_lines(key: ConversationKey, report: TurnReport) -> bytes:
     """Returns a turn's report as header lines of an answer. Counts are 0 where not known."""
-    return (
+    saved = b"" if report.saved_ms is None else b"x-kvturn-saved-ms: %.3f\r\n" % report.saved_ms
+    return saved + (
         b"x-kvturn-conversation: %b\r\n"
         b"x-kvturn-turn: %d\r\n"
         b"x-kvturn-plan: %b\r\n"

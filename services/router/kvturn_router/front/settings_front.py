@@ -58,5 +58,5 @@ def settings_of(config: RouterConfig) -> Mapping[str, object]:
         "max_conversations": config.conversations_max,
         "workers": config.workers,
         "api_keys": config.api_keys_file is not None,
-        "otlp_endpoint": config.otlp_endpoint,
+        "otlp_endpoint": None if config.traces is None else config.traces.endpoint,
     }

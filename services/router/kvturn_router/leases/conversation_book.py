@@ -1,7 +1,7 @@
 """What a router remembers of the conversations that it has seen lately.
 
 A hundred thousand conversations of up to 64 turns each: as Python objects a
-turn would take 400 bytes, here it takes 62; and a record that is one `bytes`
+turn would take 400 bytes, here it takes 78; and a record that is one `bytes`
 object costs the garbage collector nothing. Nothing here does I/O.
 """
 
@@ -11,6 +11,7 @@ from struct import Struct
 from struct import error as StructError
 from typing import Final
 
+from kvturn.span_wire import SPAN_NAME_BYTES, TRACE_ID_BYTES
 from kvturn_router.request.conversation import ConversationEntry, ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
@@ -20,8 +21,10 @@ REPORTS_MAX: Final = 64
 _LOOKED_AT_MAX: Final = 10_000
 """Conversations that one list of some of them looks through."""
 
-_head: Final = Struct("<Q")  # turns
-_turn: Final = Struct("<HHHHHIIIIIIIIIQ")
+_head: Final = Struct(f"<Q{SPAN_NAME_BYTES}s")  # turns, and what names the latest one's span
+_turn: Final = Struct(f"<HHHHHIIIIIIIIIQ{TRACE_ID_BYTES}s")
+_NO_SPAN: Final = bytes(SPAN_NAME_BYTES)
+_NO_TRACE: Final = bytes(TRACE_ID_BYTES)
 _UINT32_MAX: Final = (1 << 32) - 1
 _WORDS_MAX: Final = 1 << 16
 
@@ -42,18 +45,22 @@ class ConversationBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def begin_turn(self, key: ConversationKey) -> int:
-        """Counts a turn that begins; returns its number, from 1."""
+    def begin_turn(self, key: ConversationKey, span: bytes = b"") -> tuple[int, bytes]:
+        """Counts a turn that begins; returns its number, from 1, and the span to link to.
+
+        `span` names the turn's own (`Span.name_bytes`), empty if it is not recorded. The other is
+        that of the latest turn before it that was recorded; empty if one of them was not.
+        """
         record = self._records.get(key)
         if record is None:
-            self._records[key] = _head.pack(1)
+            self._records[key] = _head.pack(1, span or _NO_SPAN)
             if len(self._records) > self._conversations_max:
                 self._records.popitem(last=False)
-            return 1
-        turns = int(_head.unpack_from(record)[0]) + 1
-        self._records[key] = _head.pack(turns) + record[_head.size :]
+            return 1, b""
+        turns, previous = _head.unpack_from(record)
+        self._records[key] = _head.pack(turns + 1, span or previous) + record[_head.size :]
         self._records.move_to_end(key)
-        return turns
+        return turns + 1, previous if span and previous != _NO_SPAN else b""
 
     def end_turn(self, key: ConversationKey, report: TurnReport) -> None:
         """Remembers how a turn was served; of its plan's reason the words, without the numbers."""
@@ -111,7 +118,8 @@ class _Words(dict[str, int]):
 class _TurnLog:
     """Writes and reads the reports of turns, one after the other.
 
-    Times are kept in microseconds, up to 4,294 s.
+    Times are kept in microseconds, up to 4,294 s. What reuse saved is not kept:
+    without a lease service nothing is learned that would tell it.
     """
 
     def __init__(self) -> None:
@@ -136,11 +144,12 @@ class _TurnLog:
             int(report.first_byte_ms * 1000 + 0.5),
             int(report.total_ms * 1000 + 0.5),
         )
+        trace = bytes.fromhex(report.trace_id)
         try:
-            return _turn.pack(*told, report.read_bytes)
+            return _turn.pack(*told, report.read_bytes, trace)
         except StructError:
             cut = [min(number, _UINT32_MAX) for number in told]
-            return _turn.pack(*cut, report.read_bytes)
+            return _turn.pack(*cut, report.read_bytes, trace)
 
     def read(self, log: bytes) -> list[TurnReport]:
         """Returns the turns of a log."""
@@ -163,6 +172,7 @@ class _TurnLog:
         first_byte_us: int,
         total_us: int,
         read_bytes: int,
+        trace: bytes,
     ) -> TurnReport:
         spelt = self._words.spelt
         return TurnReport(
@@ -181,6 +191,7 @@ class _TurnLog:
             decode_engine=spelt[decode_engine],
             plan_reason=spelt[plan_reason],
             total_ms=total_us / 1000,
+            trace_id="" if trace == _NO_TRACE else trace.hex(),
         )
 
 

@@ -158,11 +158,13 @@ class RouterSession:
         recognise: bool,
         reuse: bool,
         on_retained: Callable[[Retained], None] | None = None,
+        trace: bytes = b"",
     ) -> SessionTurn:
         """Tells that a turn begins; `end` must follow, whatever happens.
 
-        `points`, `recognise` and `reuse` are as in lease.proto's BeginTurn.
-        `on_retained` is called if the turn's retention is granted before its end.
+        `points`, `recognise` and `reuse` are as in lease.proto's BeginTurn, `trace` is as
+        `turn_trace` returns it. `on_retained` is called if the turn's retention is granted before
+        its end.
         """
         turn = self.turns.begin(
             key,
@@ -171,6 +173,7 @@ class RouterSession:
             recognise=recognise,
             reuse=reuse,
             on_retained=on_retained,
+            trace=trace,
         )
         self._gathered.set()
         if self._deadline is None and turn.resolution is None:

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvturn.span_wire import SPAN_NAME_BYTES
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.choice.plan import Resolution
 from kvturn_router.leases.session_wire import (
@@ -67,10 +68,12 @@ class SessionTurn:
         "on_resolved",
         "on_retained",
         "points",
+        "previous",
         "recognise",
         "resolution",
         "reuse",
         "session",
+        "trace",
         "turn_id",
     )
 
@@ -83,6 +86,7 @@ class SessionTurn:
         reuse: bool,
         on_retained: Callable[[Retained], None] | None,
         asked_ns: int,
+        trace: bytes,
     ) -> None:
         self.turn_id = turn_id
         self.key = key
@@ -96,6 +100,9 @@ class SessionTurn:
         """Called once `resolution` is there."""
         self.on_retained = on_retained
         self.asked_ns = asked_ns
+        self.trace = trace
+        self.previous = b""
+        """Names the span of the conversation's turn before it, empty if there is no such."""
         self.session = 0
         """Number of the session in which it was told last."""
 
@@ -141,11 +148,12 @@ class SessionTurns:
         recognise: bool,
         reuse: bool,
         on_retained: Callable[[Retained], None] | None = None,
+        trace: bytes = b"",
     ) -> SessionTurn:
         """Takes a turn that begins; `end` must follow. As `RouterSession.begin`."""
         self._last_id += 1
         turn = SessionTurn(
-            self._last_id, key, points[:POINTS_MAX], recognise, reuse, on_retained, now_ns
+            self._last_id, key, points[:POINTS_MAX], recognise, reuse, on_retained, now_ns, trace
         )
         self._turns[turn.turn_id] = turn
         if self._open:
@@ -227,6 +235,7 @@ class SessionTurns:
             wait_ms=self._grant_wait_ms if turn.reuse else 0,
             reuse=turn.reuse,
             number=turn.number,
+            trace=turn.trace,
         )
 
     def close(self) -> None:
@@ -275,6 +284,8 @@ class SessionTurns:
                 _resolve(turn, Resolution(Verdict.LEASE_SERVICE_UNREACHABLE))
             return
         turn.number = begun.turn
+        if turn.trace and begun.HasField("previous"):
+            turn.previous = _named(begun.previous)
         if begun.conversation_id:
             turn.conversation_id = begun.conversation_id
         if turn.resolution is None:
@@ -301,6 +312,11 @@ class SessionTurns:
             turn.on_retained(
                 Retained(retained.token_count, retained.prompt_tokens, retained.local_cached_tokens)
             )
+
+
+def _named(trace: lease_pb2.TurnTrace) -> bytes:
+    name = trace.trace_id + trace.span_id
+    return name if len(name) == SPAN_NAME_BYTES else b""
 
 
 def _resolve(turn: SessionTurn, resolution: Resolution) -> None:

@@ -8,8 +8,9 @@ import functools
 from collections.abc import Iterable, Sequence
 from typing import Final
 
+from kvturn.proto_wire import field, varint
+from kvturn.tracing import Span
 from kvturn_router.leases.turn_report import PLANS, VERDICTS
-from kvturn_router.proto_wire import field, varint
 from kvturn_router.request.conversation import ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
@@ -45,10 +46,12 @@ def begin_turn(
     wait_ms: int,
     reuse: bool,
     number: int = 0,
+    trace: bytes = b"",
 ) -> bytes:
     """Returns a BeginTurn. Points have POINT_BYTES each; nothing is said of a wait of 0.
 
-    `number` is the turn's, where an earlier session gave it one.
+    `number` is the turn's, where an earlier session gave it one, `trace` what
+    `turn_trace` returned, empty if the turn is not recorded.
     """
     conversation = _owner(key.tenant, key.model) + field(b"\x1a", key.conversation_id.encode())
     return b"".join(
@@ -60,8 +63,22 @@ def begin_turn(
             _wait(wait_ms) if wait_ms else b"",
             b"\x30\x01" if reuse else b"",
             _number(b"\x38", number),
+            trace,
         )
     )
+
+
+def turn_trace(turn: Span, asking: Span) -> bytes:
+    """Returns a BeginTurn's trace, tag and length included, of two spans of one trace.
+
+    `turn` is the turn's, `asking` that under which the lease service is asked; empty if they are
+    not recorded.
+    """
+    own = turn.name_bytes
+    if not own:
+        return b""
+    ids = (own[:16], own[16:], asking.name_bytes[16:])
+    return b"\x42\x26\x0a\x10%b\x12\x08%b\x1a\x08%b" % ids
 
 
 def end_turn(turn_id: int, *, retains: bool, report: bytes | None) -> bytes:
@@ -92,6 +109,8 @@ def turn_report(conversation_id: str, report: TurnReport) -> bytes:
             _number(b"\x60", report.output_tokens),
             _name(b"\x7a", report.plan_reason),
             _duration(b"\x92\x01", report.total_ms) if report.total_ms else b"",
+            b"" if report.saved_ms is None else _duration(b"\x82\x01", report.saved_ms),
+            _name(b"\x8a\x01", report.trace_id),
         )
     )
 

@@ -42,6 +42,8 @@ def report_message(conversation_id: str, report: TurnReport) -> common_pb2.TurnR
         plan_reason=report.plan_reason,
         total_time=duration(report.total_ms) if report.total_ms else None,
         age=None if report.age_ms is None else duration(report.age_ms),
+        saved_time=None if report.saved_ms is None else duration(report.saved_ms),
+        trace_id=report.trace_id,
     )
 
 
@@ -64,6 +66,8 @@ def report_of(message: common_pb2.TurnReport) -> TurnReport:
         plan_reason=message.plan_reason,
         total_ms=_milliseconds(message.total_time),
         age_ms=_milliseconds(message.age) if message.HasField("age") else None,
+        saved_ms=_milliseconds(message.saved_time) if message.HasField("saved_time") else None,
+        trace_id=message.trace_id,
     )
 
 

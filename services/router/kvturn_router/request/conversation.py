@@ -61,8 +61,11 @@ class TurnReport(msgspec.Struct, frozen=True):
     Token counts are 0 where not known; times are in milliseconds. `plan` is a
     word of PlanKind, "" where not known, and `plan_reason` why it was chosen;
     engines are base URLs, "" for none. `total_ms` is from the request to the
-    last byte of the answer, 0 before that; `age_ms` is how long ago that was,
-    None where nobody has counted.
+    last byte of the answer, 0 before that; `saved_ms` what reuse saved until the
+    first byte, as the cost model estimates it, None where nothing was reused or
+    too little is known. `trace_id` has 32 hexadecimal digits, "" if the turn is
+    not traced; `age_ms` is how long ago the turn ended, None where nobody has
+    counted.
     """
 
     turn: int
@@ -80,6 +83,8 @@ class TurnReport(msgspec.Struct, frozen=True):
     decode_engine: str = ""
     plan_reason: str = ""
     total_ms: float = 0.0
+    saved_ms: float | None = None
+    trace_id: str = ""
     age_ms: float | None = None
 
 

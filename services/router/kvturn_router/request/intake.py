@@ -8,6 +8,7 @@ from typing import Final
 import msgspec
 
 from kvturn.keys import bearer_of, unnamed
+from kvturn.trace_context import TraceContext, trace_context
 from kvturn_router.errors import TurnError, bad_field
 from kvturn_router.request.body import (
     Members,
@@ -34,7 +35,6 @@ from kvturn_router.request.responses import (
     response_name,
     responses_need_decode_alone,
 )
-from kvturn_router.telemetry.turn_trace import TraceContext, trace_context
 
 CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"

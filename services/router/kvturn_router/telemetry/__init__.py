@@ -1,1 +1,1 @@
-"""One trace per turn, written as OTLP bytes and sent in batches."""
+"""One trace per turn, of those that are sampled."""

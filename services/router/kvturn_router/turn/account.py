@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from kvturn.span_wire import Attribute
 from kvturn_router.choice.costs import Forecast, Took
 from kvturn_router.choice.plan import PlanKind
 from kvturn_router.request.conversation import TurnReport
 from kvturn_router.request.intake import COMPLETIONS, TurnRequest
-from kvturn_router.telemetry.span_wire import Attribute
+from kvturn_router.turn.leg_spans import TIME_TO_FIRST_CHUNK
 from kvturn_router.turn.prefill_answer import NOTHING, PrefillAnswer
 from kvturn_router.verdict import Verdict
 
@@ -54,6 +55,10 @@ class Account(msgspec.Struct):
     ended_ns: int = 0
     usage: "Usage | None" = None
     """What decode's answer says of its tokens, None if it does not."""
+    trace_id: str = ""
+    """The turn's trace, 32 hexadecimal digits; "" if it is not recorded."""
+    saved_ms: float | None = None
+    """What reuse saved until the first token, as costs say; None if they do not."""
     retained: "Retained | None" = None
     """What decode's grant said, where nothing else tells it."""
 
@@ -134,6 +139,8 @@ class Account(msgspec.Struct):
             self.decode_url,
             self.reason,
             round(total_ms, 3),
+            None if self.saved_ms is None else round(self.saved_ms, 3),
+            self.trace_id,
         )
 
     def took(self, *, streamed: bool) -> Took:
@@ -158,8 +165,10 @@ class Account(msgspec.Struct):
         """Returns what the turn's span says."""
         attributes: dict[str, Attribute] = {
             "gen_ai.operation.name": "text_completion" if request.path == COMPLETIONS else "chat",
+            "gen_ai.provider.name": "vllm",
             "gen_ai.conversation.id": request.key.conversation_id,
             "gen_ai.request.model": request.key.model,
+            "gen_ai.request.stream": request.stream,
             "gen_ai.usage.input_tokens": report.prompt_tokens,
             "kvturn.turn": report.turn,
             "kvturn.plan": report.plan,
@@ -174,6 +183,10 @@ class Account(msgspec.Struct):
             "kvturn.prefill.engine": self.prefill_url,
             "kvturn.decode.engine": self.decode_url,
         }
+        if self.saved_ms is not None:
+            attributes["kvturn.saved_ms"] = self.saved_ms
+        if request.stream and self.first_byte_ns:
+            attributes[TIME_TO_FIRST_CHUNK] = report.first_byte_ms / 1000
         if self.usage is not None:
             attributes["gen_ai.usage.output_tokens"] = self.usage.completion_tokens
             if self.usage.cached_tokens is not None:

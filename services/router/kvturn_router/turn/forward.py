@@ -12,6 +12,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Final
 
+from kvturn.span_wire import INTERNAL
+from kvturn.tracing import Span
 from kvturn_router.choice.costs import Costs
 from kvturn_router.choice.plan import (
     NoEngine,
@@ -38,6 +40,7 @@ from kvturn_router.leases.conversation_book import ConversationBook
 from kvturn_router.leases.lease_client import LeaseClient, no_conversation
 from kvturn_router.leases.router_session import RouterSession
 from kvturn_router.leases.session_turns import Retained, SessionTurn
+from kvturn_router.leases.session_wire import turn_trace
 from kvturn_router.leases.turn_report import view_of
 from kvturn_router.request.body import decode_parts, prefill_parts
 from kvturn_router.request.conversation import ConversationKey, ConversationView
@@ -50,9 +53,10 @@ from kvturn_router.request.responses import (
     responses_decode_parts,
     responses_prefill_parts,
 )
-from kvturn_router.telemetry.turn_trace import TurnSpan, TurnTracer
+from kvturn_router.telemetry.turn_trace import TurnTracer
 from kvturn_router.turn.account import Account
 from kvturn_router.turn.counts import Outcome, TurnCounts
+from kvturn_router.turn.leg_spans import GIVEN_UP, TIME_TO_FIRST_CHUNK, leg_attributes, resolved
 from kvturn_router.turn.legs import Legs, engine_error, no_engine, refusal_of, whole_body
 from kvturn_router.turn.prefill_answer import (
     decode_transfer,
@@ -76,6 +80,8 @@ tells."""
 
 _BEFORE_FETCHING: Final = frozenset((*range(400, 500), 503))
 """With what decode refuses requests that it has not begun to serve."""
+_GONE: Final = TurnError(499, "the client is gone", reason="CLIENT_GONE")
+"""How a turn ends whose client does not wait for its answer; told to nobody."""
 
 _UNKNOWN: Final = History((), 0, 0)
 _NOT_OFFERED: Final = Resolution(Verdict.NOT_OFFERED)
@@ -202,28 +208,30 @@ class Forwarder:
             )
         return await self.lease.client.keep_alive(key, absence_s)
 
-    def release(self, engine: Engine, request: TurnRequest, transfer: bytes) -> None:
+    def release(self, engine: Engine, request: TurnRequest, transfer: bytes, turn: Span) -> None:
         """Has decode fetch, and so release, what prefill holds for a turn that is over.
 
-        That is `engine`, or if it does not work another one.
+        That is `engine`, or if it does not work another one. `turn` is the turn's span.
         """
         usable = [one for one in (engine, *self.fleet.decodes) if one.usable]
         if not usable or len(self._releases) >= _RELEASES_MAX:
             return
         engine = usable[0]
         parts = _prefill_parts(request, transfer)
-        task = self.loop.create_task(self._release(engine, request, parts))
+        task = self.loop.create_task(self._release(engine, request, parts, turn))
         self._releases.add(task)
         task.add_done_callback(self._releases.discard)
 
-    async def _release(self, engine: Engine, request: TurnRequest, parts: list[bytes]) -> None:
+    async def _release(
+        self, engine: Engine, request: TurnRequest, parts: list[bytes], turn: Span
+    ) -> None:
         try:
             exchange = await self.legs.send(
                 engine,
                 request,
                 request.path,
                 parts,
-                TurnSpan(None),
+                turn,
                 silence_s=self.limits.prefill_silence_s,
                 again_if_stale=False,
             )
@@ -243,9 +251,12 @@ class _Turn:
         self._account = Account(forwarder.clock_ns(), request.came_ns)
         self._outcome = Outcome.ROUTER_ERROR
         self._span = forwarder.tracer.begin(request.trace)
+        self._account.trace_id = self._span.trace_id
         self._task = asyncio.current_task(forwarder.loop)
         self._ending: TurnError | None = None
         self._session_turn: SessionTurn | None = None
+        # Names the span of the conversation's turn before this one.
+        self._previous = b""
         self._history = _UNKNOWN
         self._resolution = _NOT_OFFERED
         self._handle: Handle | None = None
@@ -260,12 +271,12 @@ class _Turn:
     async def run(self, running: "set[_Turn]") -> None:
         """Serves the turn, as one of those that are running. Raises as `Forwarder.serve`."""
         running.add(self)
-        fault: str | None = "the client is gone"
+        fault: TurnError | None = _GONE
         try:
             fault = await self._serve()
             self._outcome = Outcome.OK if fault is None else Outcome.ENGINE_ERROR
         except TurnError as error:
-            fault = error.message
+            fault = error
             client = error.status < 500
             self._outcome = Outcome.CLIENT_ERROR if client else Outcome.ENGINE_ERROR
             raise
@@ -274,7 +285,7 @@ class _Turn:
                 self._outcome = Outcome.HUNG_UP
                 raise
             self._outcome = Outcome.SHUT_DOWN
-            fault = self._ending.message
+            fault = self._ending
             if not self._relay.started:
                 raise self._ending from None
             self._sink.fail(self._ending)
@@ -288,7 +299,7 @@ class _Turn:
         if self._task is not None:
             self._task.cancel()
 
-    async def _serve(self) -> str | None:
+    async def _serve(self) -> TurnError | None:
         """Returns what went wrong after the answer had begun, None if nothing did."""
         self._resolution = await self._resolve()
         while True:
@@ -326,7 +337,8 @@ class _Turn:
             return await self._ask(forwarder.lease.session, reuse)
         if reuse and self._stock is not None:
             request.key = self._stock.name(request, self._history)
-        self._account.number = forwarder.book.begin_turn(request.key)
+        number, self._previous = forwarder.book.begin_turn(request.key, self._span.name_bytes)
+        self._account.number = number
         if not request.reuse:
             return Resolution(Verdict.TURNED_OFF)
         if self._stock is None or request.alone:
@@ -347,12 +359,13 @@ class _Turn:
             recognise=request.recognise and self._history.goes_on,
             reuse=reuse,
             on_retained=self._on_retained,
+            trace=turn_trace(self._span, span),
         )
         try:
             resolution = await session.resolution(turn)
         finally:
             self._account.question_ns = self._forwarder.clock_ns() - asked_ns
-            span.end({"kvturn.lease_id": turn.resolution.lease_id if turn.resolution else ""})
+            span.end(resolved(turn.resolution))
         if turn.conversation_id != request.key.conversation_id:
             request.key = request.key._replace(conversation_id=turn.conversation_id)
         self._account.number = turn.number
@@ -365,7 +378,7 @@ class _Turn:
 
     async def _plan(self) -> Plan[Engine]:
         """Decides on engines and way, and counts the turn on the engines. Raises TurnError."""
-        span = self._span.child("plan")
+        span = self._span.child("plan", INTERNAL)
         fault: str | None = "given up"
         try:
             admission = self._forwarder.admission
@@ -542,6 +555,8 @@ class _Turn:
             # That no turn of this model can reuse says more than that this one had no lease.
             account.verdict = Verdict.UNSUPPORTED_MODEL
         account.note_prefill()
+        if lease_id:
+            account.saved_ms = self._saved_ms()
 
     async def _checked(self, engine: Engine, handle: Handle) -> Handle | None:
         stock = self._stock
@@ -567,7 +582,7 @@ class _Turn:
         watch = self._watch(lease_id)
         began_ns = forwarder.clock_ns()
         exchange: Exchange | None = None
-        fault: str | None = "given up"
+        fault: EngineFault | EngineRefusal | None = GIVEN_UP
         try:
             exchange = await forwarder.legs.send(
                 engine,
@@ -586,7 +601,7 @@ class _Turn:
             engine.health.served_well()
             fault = None
         except (EngineFault, EngineRefusal) as error:
-            fault = str(error)
+            fault = error
             raise
         finally:
             if watch is not None:
@@ -594,7 +609,9 @@ class _Turn:
             if exchange is not None:
                 exchange.close()
             account.prefill_ms = (forwarder.clock_ns() - began_ns) / 1e6
-            span.end({"kvturn.prefill.engine": engine.url}, fault=fault)
+            if span.recorded:
+                told = leg_attributes(PREFILL, engine.url, exchange, fault)
+                span.end(told, fault=None if fault is None else str(fault))
 
     def _watch(self, lease_id: str) -> ReadWatch | None:
         lease = self._forwarder.lease
@@ -607,7 +624,7 @@ class _Turn:
             margin_ms=self._forwarder.limits.read_margin_ms,
         )
 
-    def _kvturn(self, span: TurnSpan, lease_id: str, history: str = "") -> bytes | None:
+    def _kvturn(self, span: Span, lease_id: str, history: str = "") -> bytes | None:
         # Without a lease service nobody would read what decode retains under
         # the conversation, so it is not named.
         named = self._forwarder.lease is not None and self._request.reuse
@@ -616,7 +633,7 @@ class _Turn:
 
     # The decode leg
 
-    async def _decode(self, engine: Engine) -> str | None:
+    async def _decode(self, engine: Engine) -> TurnError | None:
         """Runs the decode leg; returns what went wrong after the answer had begun, None if nothing.
 
         Raises TurnError before that, and _HolderGoneFault.
@@ -657,7 +674,7 @@ class _Turn:
             self._let_go(engine)
             raise _HolderGoneFault
 
-    async def _decode_once(self, engine: Engine) -> str | None:
+    async def _decode_once(self, engine: Engine) -> TurnError | None:
         """Makes one attempt; raises EngineFault before the answer has begun, or EngineRefusal."""
         forwarder = self._forwarder
         request = self._request
@@ -678,7 +695,7 @@ class _Turn:
         account.decode_began_ns = forwarder.clock_ns()
         account.decode_attempts += 1
         exchange: Exchange | None = None
-        fault: str | None = "given up"
+        failed: EngineFault | TurnError | None = GIVEN_UP
         try:
             exchange = await forwarder.legs.send(
                 engine,
@@ -690,13 +707,13 @@ class _Turn:
                 again_if_stale=handed is None,
                 sent=self._is_fetched,
             )
-            fault = await self._relay.run(exchange)
+            failed = fault = await self._relay.run(exchange)
             if fault is None:
                 engine.health.served_well()
             else:
-                forwarder.fleet.failed(engine, fault)
+                forwarder.fleet.failed(engine, fault.message)
         except (EngineFault, EngineRefusal) as error:
-            fault = str(error)
+            failed = error
             refused = isinstance(error, EngineRefusal) and error.status in _BEFORE_FETCHING
             if refused and handed is not None:
                 # Without a conversation: that it was not fetched is too little to retain it by.
@@ -705,7 +722,12 @@ class _Turn:
         finally:
             if exchange is not None:
                 exchange.close()
-            span.end({"kvturn.decode.engine": engine.url}, fault=fault)
+            if span.recorded:
+                told = leg_attributes(DECODE, engine.url, exchange, failed)
+                if request.stream and account.first_byte_ns:
+                    first_byte_ns = account.first_byte_ns - account.decode_began_ns
+                    told[TIME_TO_FIRST_CHUNK] = first_byte_ns / 1e9
+                span.end(told, fault=None if failed is None else str(failed))
         return fault
 
     def _response_id(self, engine: Engine) -> str:
@@ -726,7 +748,7 @@ class _Turn:
 
     # Settle
 
-    def _settle(self, fault: str | None) -> None:
+    def _settle(self, fault: TurnError | None) -> None:
         self._account.ended_ns = self._forwarder.clock_ns()
         for engine in self._held:
             engine.end()
@@ -734,7 +756,7 @@ class _Turn:
         request = self._request
         if self._unfetched is not None and not self._relay.started and request.members:
             engine, transfer = self._unfetched
-            self._forwarder.release(engine, request, transfer)
+            self._forwarder.release(engine, request, transfer, self._span)
         account = self._account
         awaits_grant = (
             fault is None
@@ -765,15 +787,18 @@ class _Turn:
         self._forwarder.awaiting_grant.discard(self)
         self._close(None)
 
-    def _close(self, fault: str | None) -> None:
+    def _close(self, fault: TurnError | None) -> None:
         """Tells of the turn, to whom it concerns, what is known by now."""
         forwarder = self._forwarder
         request = self._request
         account = self._account
         if self._session_turn is not None:
             account.number = self._session_turn.number
+            self._previous = self._session_turn.previous
             # Nothing more is wanted of it, and a cycle would keep the whole turn in memory.
             self._session_turn.on_retained = None
+        if account.kind is PlanKind.LOCAL and fault is None:
+            account.saved_ms = self._saved_ms()
         report = account.report() if self._relay.started else None
         if forwarder.lease is not None and self._session_turn is not None:
             forwarder.lease.session.end(
@@ -794,9 +819,24 @@ class _Turn:
                 self._stock.keep(request.key, self._relay.tap, account.decode_url)
         forwarder.counts.over(account, self._outcome, streamed=request.stream)
         if self._span.recorded:
-            self._span.end(account.attributes(request, report or account.report()), fault=fault)
+            told = account.attributes(request, report or account.report())
+            if fault is not None:
+                told["error.type"] = fault.reason
+            if self._relay.started or fault is not _GONE:
+                status = 200 if self._relay.started or fault is None else fault.status
+                told["http.response.status_code"] = status
+            self._span.end(
+                told, fault=None if fault is None else fault.message, link=self._previous
+            )
 
-    def _is_retained(self, fault: str | None) -> bool:
+    def _saved_ms(self) -> float | None:
+        account = self._account
+        if account.kind is None or account.forecast is None:
+            return None
+        took = account.took(streamed=self._request.stream)
+        return self._forwarder.costs.saved_ms(account.kind.value, account.forecast, took)
+
+    def _is_retained(self, fault: TurnError | None) -> bool:
         """Tells whether decode will announce a retention of this turn.
 
         Prefill's report shows that our connector is there; a stock decode engine announces none.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Final
 
+from kvturn.tracing import Span
 from kvturn_router.engines.engine_http import (
     EngineFault,
     Exchange,
@@ -16,7 +17,6 @@ from kvturn_router.engines.engine_http import (
 from kvturn_router.engines.fleet import Engine
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.request.intake import TurnRequest
-from kvturn_router.telemetry.turn_trace import TurnSpan
 
 ANSWER_BYTES_MAX: Final = 256 << 20
 """Longest answer that is held in memory whole: prefill's, and one not streamed."""
@@ -76,7 +76,7 @@ class Legs:
         request: TurnRequest,
         path: str,
         parts: Sequence[bytes],
-        span: TurnSpan,
+        span: Span,
         *,
         silence_s: float,
         again_if_stale: bool,
@@ -112,7 +112,7 @@ class Legs:
         request: TurnRequest,
         path: str,
         parts: Sequence[bytes],
-        span: TurnSpan,
+        span: Span,
     ) -> bytes:
         more = b""
         for header in request.passed_on:

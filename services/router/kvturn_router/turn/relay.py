@@ -74,7 +74,7 @@ class Relay:
         self._shape = RESPONSE_USAGE if request.path == RESPONSES else COMPLETION_USAGE
         self._usage: StreamUsage | None = None
 
-    async def run(self, exchange: Exchange) -> str | None:
+    async def run(self, exchange: Exchange) -> TurnError | None:
         """Passes an answer on; returns what went wrong after it had begun, None if nothing did.
 
         Raises EngineFault before it has begun, and EngineRefusal.
@@ -99,7 +99,7 @@ class Relay:
         self._start(exchange, len(body), None)
         self._sink.write(body, True)
 
-    async def _as_read(self, exchange: Exchange, *, events: bool) -> str | None:
+    async def _as_read(self, exchange: Exchange, *, events: bool) -> TurnError | None:
         compressed = bool(exchange.header(b"content-encoding"))
         if events and not compressed:
             self._usage = StreamUsage(self._account.not_computed, self._shape)
@@ -115,7 +115,7 @@ class Relay:
         except EngineFault as fault:
             error = engine_error(DECODE, fault)
             self._sink.fail(error)
-            return error.message
+            return error
         if self._usage is not None:
             self._account.usage = self._usage.tokens
         return None

@@ -7,13 +7,13 @@ from typing import Final
 import msgspec
 
 from kvturn.recognition import Recognition
+from kvturn.tracing import Span
 from kvturn_router.engines.engine_http import EngineFault
 from kvturn_router.engines.fleet import Engine
 from kvturn_router.request.body import joined
 from kvturn_router.request.conversation import ConversationKey
 from kvturn_router.request.history import History
 from kvturn_router.request.intake import TurnRequest
-from kvturn_router.telemetry.turn_trace import TurnSpan
 from kvturn_router.turn.legs import Legs, whole_body
 from kvturn_router.turn.prefill_answer import PrefillAnswer, ReadReport
 from kvturn_router.turn.stock import (
@@ -73,7 +73,7 @@ class StockReuse:
         return taken
 
     async def check(
-        self, engine: Engine, request: TurnRequest, handle: Handle, span: TurnSpan
+        self, engine: Engine, request: TurnRequest, handle: Handle, span: Span
     ) -> Verdict | None:
         """Asks prefill for the prompt's tokens; returns None if they begin with the handle's.
 
@@ -87,7 +87,7 @@ class StockReuse:
         return None if begins_with(ids, handle) else Verdict.PREFIX_MISMATCH
 
     async def _prompt_ids(
-        self, engine: Engine, request: TurnRequest, span: TurnSpan
+        self, engine: Engine, request: TurnRequest, span: Span
     ) -> list[int] | None:
         try:
             exchange = await self._legs.send(

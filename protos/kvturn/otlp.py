@@ -1,0 +1,91 @@
+"""Where traces go, as flags and OpenTelemetry's own variables say it. No I/O.
+
+What a flag leaves open the variables of the standard say, those for traces before
+those for all signals. What else they say (headers, certificates, time-outs,
+compression, resource attributes) the library reads itself.
+"""
+
+import re
+from collections.abc import Mapping
+from importlib.util import find_spec
+from typing import Final, NamedTuple
+
+GRPC: Final = "grpc"
+HTTP: Final = "http/protobuf"
+PROTOCOLS: Final = (GRPC, HTTP)
+
+_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
+_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_DISABLED = "OTEL_SDK_DISABLED"
+_HTTP_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
+_HTTP_PATH = "/v1/traces"
+
+_url = re.compile(r"https?://[^\s/]+(/\S*)?")
+
+
+class WrongSetting(ValueError):
+    """A setting that cannot be followed: the flag's or variable's name, and what it must be."""
+
+    def __init__(self, name: str, problem: str) -> None:
+        super().__init__(f"{name} {problem}")
+        self.name = name
+        self.problem = problem
+
+
+class Destination(NamedTuple):
+    """Where spans are sent. `endpoint` is a URL, of http the whole one."""
+
+    endpoint: str
+    protocol: str = GRPC
+
+
+def destination_of(
+    endpoint: str | None,
+    protocol: str | None,
+    environment: Mapping[str, str],
+    *,
+    names: tuple[str, str] = ("--otlp-endpoint", "--otlp-protocol"),
+) -> Destination | None:
+    """Returns where spans go, None for nowhere.
+
+    `endpoint` and `protocol` are what was given under `names`, None or "" if nothing was: then the
+    variables say it. An endpoint is the collector's: of http the path of traces is added to it,
+    but for a variable that is about traces alone. Raises WrongSetting.
+    """
+    if environment.get(_DISABLED, "").strip().lower() == "true":
+        return None
+    endpoint_name, endpoint = _first(names[0], endpoint, _ENDPOINTS, environment)
+    protocol_name, protocol = _first(names[1], protocol, _PROTOCOLS, environment)
+    protocol = protocol or GRPC
+    if not endpoint:
+        return None
+    if protocol not in PROTOCOLS:
+        raise WrongSetting(protocol_name, f"must be {GRPC} or {HTTP}, not {protocol!r}")
+    if protocol == HTTP and not _has_http():
+        raise WrongSetting(protocol_name, f"{HTTP} needs the package {_HTTP_PACKAGE}")
+    if not _url.fullmatch(endpoint):
+        problem = f"must be a URL like http://HOST:{4317 if protocol == GRPC else 4318}"
+        raise WrongSetting(endpoint_name, f"{problem}, not {endpoint!r}")
+    whole = protocol == GRPC or endpoint_name == _ENDPOINTS[0]
+    if not whole and not endpoint.rstrip("/").endswith(_HTTP_PATH):
+        endpoint = endpoint.rstrip("/") + _HTTP_PATH
+    return Destination(endpoint, protocol)
+
+
+def _has_http() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def _first(
+    name: str, given: str | None, variables: tuple[str, ...], environment: Mapping[str, str]
+) -> tuple[str, str]:
+    """Returns what is set first, and under which name."""
+    if given:
+        return name, given
+    for variable in variables:
+        if value := environment.get(variable, "").strip():
+            return variable, value
+    return name, ""
