@@ -201,6 +201,7 @@ async def test_conversations_are_listed_as_the_lease_service_has_them():
     [
         ("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("limit=", "limit"),
         ("limit=1&limit=2", "limit"), ("model=", "model"), ("modell=m", "modell"),
+        (f"tenant={'t' * 257}", "tenant"),
     ],
 )  # fmt: skip
 async def test_a_wrong_query_is_refused_by_name(query, field):

@@ -6,6 +6,7 @@ Both are put together when somebody asks, and bounded whoever asks.
 import os
 import socket
 from collections.abc import Mapping, Sequence
+from http import HTTPStatus
 from typing import Final
 from urllib.parse import parse_qs
 
@@ -122,10 +123,12 @@ class OverviewFront:
     async def conversations(self, answer: HttpAnswer, request: HttpRequest, query: str) -> None:
         """Lists the conversations that the caller may see, the latest first."""
         given = _arguments(query)
-        tenant = self._viewers.tenant_seen(request.headers, given.get("tenant"))
-        model = given.get("model")
+        tenant, model = given.get("tenant"), given.get("model")
+        if tenant:  # "" is no tenant.
+            checked_name("tenant", tenant)
         if model is not None:
             checked_name("model", model)
+        tenant = self._viewers.tenant_seen(request.headers, tenant)
         entries, total, problem = await self._entries(_limit(given), tenant, model)
         body = {
             "conversations": [_told(entry) for entry in entries],
@@ -145,6 +148,8 @@ class OverviewFront:
         try:
             listed = await self._lease.client.conversations(limit, tenant=tenant, model=model)
         except TurnError as error:
+            if error.status != HTTPStatus.SERVICE_UNAVAILABLE:
+                raise
             own = self._recent.conversations(self._clock_ns(), tenant=tenant, model=model)
             return own[:limit], len(own), error.message
         return [entry_of(one) for one in listed.conversations], listed.total_size, ""
