@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 METRICS = """
-# HELP kvturn:retained_blocks Blocks of KV memory that are held for later turns.
+# HELP kvturn_connector_retained_blocks Blocks of KV memory that are held for later turns.
 vllm:cache_config_info{block_size="16",cache_dtype="auto",enable_prefix_caching="True"} 1.0
-kvturn:released_retentions_total{engine="0",model_name="m",reason="pressure"} 3.0
-kvturn:released_retentions_total{engine="0",model_name="m",reason="consumed"} 2.1e+01
-kvturn:released_retentions_total{engine="1",model_name="m",reason="pressure"} 1.0
+kvturn_connector_releases_total{engine="0",model_name="m",reason="pressure"} 3.0
+kvturn_connector_releases_total{engine="0",model_name="m",reason="consumed"} 2.1e+01
+kvturn_connector_releases_total{engine="1",model_name="m",reason="pressure"} 1.0
 """
 
 

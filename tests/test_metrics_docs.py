@@ -6,6 +6,7 @@ import pytest
 from test_docs import ROOT, names, rows, section
 
 from kvturn.metrics import Family
+from kvturn_connector.tally import FAMILIES as CONNECTOR
 from kvturn_lease.metrics import FAMILIES as LEASE
 from kvturn_router.metrics import FAMILIES as ROUTER
 
@@ -24,7 +25,9 @@ def row_of(family: Family) -> list[str]:
     return [f"`{family.name}`", family.kind, labels, unit_of(family), family.about]
 
 
-@pytest.mark.parametrize(("title", "families"), [("Router", ROUTER), ("Lease service", LEASE)])
+@pytest.mark.parametrize(
+    ("title", "families"), [("Router", ROUTER), ("Lease service", LEASE), ("Engines", CONNECTOR)]
+)
 def test_the_table_is_what_the_code_says(title: str, families: Sequence[Family]) -> None:
     """Both ways, with type, labels, unit and meaning; what processes expose is compared with the
     code where they run."""
@@ -34,7 +37,7 @@ def test_the_table_is_what_the_code_says(title: str, families: Sequence[Family])
 
 def test_names_follow_the_conventions() -> None:
     """One prefix, base units, and no label that clients can fill."""
-    for family in (*ROUTER, *LEASE):
+    for family in (*ROUTER, *LEASE, *CONNECTOR):
         assert family.name.startswith(("kvturn_", "process_"))
         assert not {"tenant", "model", "conversation", "lease"} & set(family.labels)
         assert names(row_of(family)[0]) == [family.name]

@@ -25,6 +25,7 @@ from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.metrics import KvturnPromMetrics, KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Retentions
+from kvturn_connector.scheduler import LeasedScheduler
 from kvturn_connector.session import EngineSession
 from kvturn_connector.settings import engine_settings
 from kvturn_connector.worker import KvturnWorker, KvturnWorkerMetadata, nixl_progress_delay
@@ -89,8 +90,8 @@ class KvturnConnector(NixlPullConnector):
         return None
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Stock's of this rank, or what the scheduler side did with retentions."""
-        if isinstance(self.connector_scheduler, DecodeScheduler):
+        """Stock's of this rank, or what the scheduler side counted."""
+        if isinstance(self.connector_scheduler, LeasedScheduler):
             return self.connector_scheduler.take_stats()
         return super().get_kv_connector_stats()
 

@@ -23,8 +23,15 @@ from vllm.v1.engine import EngineCoreRequestType
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import NS_PER_MS
 from kvturn_connector.lease_client import boottime_ns
-from kvturn_connector.metrics import OUTLOOKS, RETAINED_BLOCKS, KvturnStats
 from kvturn_connector.scheduler import LeasedScheduler
+from kvturn_connector.tally import (
+    GIVEN_UP,
+    OUTLOOKS,
+    REASONS,
+    RELEASES,
+    RETAINED_BLOCKS,
+    RETENTIONS,
+)
 from kvturn_connector.turn import Turn, scope_of
 from kvturn_connector.victims import Victims
 from kvturn_connector.worker import KvturnWorkerMetadata
@@ -46,6 +53,7 @@ if TYPE_CHECKING:
 
     from kvturn_connector.config import ConnectorConfig
     from kvturn_connector.lease_client import LeaseClient
+    from kvturn_connector.metrics import KvturnStats
 
 NOTICES_MAX = 10_000
 """Leases of which some ranks have had notice and some have not; the oldest are forgotten."""
@@ -134,7 +142,6 @@ class DecodeScheduler(LeasedScheduler):
         self._freeing: list[int] = []
         self._arriving: set[str] = set()
         self._wanted: dict[str, Wanted] = {}
-        self._stats = KvturnStats()
         self._retained_blocks = 0
         self._told_retained_blocks = 0
         self._notices: dict[str, int] = {}
@@ -257,14 +264,11 @@ class DecodeScheduler(LeasedScheduler):
         return not self._held
 
     def take_stats(self) -> KvturnStats | None:
-        """What happened to retentions since the last call; None if nothing."""
+        """What was counted since the last call; None if nothing."""
         if self._retained_blocks != self._told_retained_blocks:
             self._told_retained_blocks = self._retained_blocks
-            self._stats.data[RETAINED_BLOCKS].append(self._retained_blocks)
-        if self._stats.is_empty():
-            return None
-        stats, self._stats = self._stats, KvturnStats()
-        return stats
+            self._stats.add(RETAINED_BLOCKS, self._retained_blocks)
+        return super().take_stats()
 
     def _retain(self, request: Request, turn: Turn, block_ids: BlockIds, local_tokens: int) -> None:
         pool = self._pool
@@ -289,6 +293,7 @@ class DecodeScheduler(LeasedScheduler):
         free_from_step = self._step + IN_FLIGHT_STEPS * in_flight
         self._held[self._numbers] = Held(name, blocks, free_from_step)
         self._latest[name] = self._numbers
+        self._stats.add(RETENTIONS)
         self._retained_blocks += len(blocks)
         self._victims.retained(self._numbers, len(blocks), turn.turn, boottime_ns())
         self._client.retain(
@@ -337,7 +342,8 @@ class DecodeScheduler(LeasedScheduler):
         self._freeing.append(number)
         self._withdrawn.pop(number, None)
         self._late.discard(number)
-        self._stats.released(reason)
+        known = reason if reason in REASONS else common_pb2.RELEASE_REASON_REVOKED
+        self._stats.add(RELEASES, 1, REASONS[known])
         if reason in _RETURNED:
             self._victims.consumed(number, now_ns)
         else:
@@ -353,7 +359,7 @@ class DecodeScheduler(LeasedScheduler):
         short -= self._pool.get_num_free_blocks() + self._coming(now_ns)
         victims = self._victims.choose(short, now_ns)
         for number in victims:
-            self._stats.given_up(self._held[number].outlook)
+            self._stats.add_by_name(GIVEN_UP, OUTLOOKS, self._held[number].outlook)
             self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE, now_ns)
         if victims:
             self._trace(victims, wanted_blocks)

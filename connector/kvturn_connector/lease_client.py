@@ -34,11 +34,13 @@ from kvturn_connector.digest import (
 )
 from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Freed
+from kvturn_connector.tally import DIGEST, QUESTION
 from kvturn_connector.telemetry import make_tracing, metadata_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Coroutine, Mapping, Sequence
+    from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
+    from kvturn.metrics import Family
     from kvturn.span_wire import Attribute
     from kvturn.tracing import Tracing
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
@@ -119,6 +121,7 @@ class LeaseClient:
         self._clock = clock
         self._answers: deque[tuple[Question, Answer | int]] = deque()
         self._freed: deque[Freed] = deque()
+        self._timings: deque[tuple[Family, float]] = deque(maxlen=TASKS_MAX)
         self._withdrawing: dict[int, int] = {}
         self._reading: set[int] = set()
         self._outlooks: dict[int, int] = {}
@@ -203,6 +206,10 @@ class LeaseClient:
         while self._reading:
             numbers.append(self._reading.pop())
         return numbers
+
+    def take_timings(self) -> list[tuple[Family, float]]:
+        """How long, in seconds, questions and digests took since the last call."""
+        return _drain(self._timings)
 
     def take_outlooks(self) -> list[tuple[int, int]]:
         """Retentions whose outlook has changed since the last call, with the new one."""
@@ -424,7 +431,8 @@ class LeaseClient:
         offer.digests.stride_tokens = STRIDE_TOKENS
         offer.digests.digest_bytes = DIGEST_BYTES
         try:
-            offer.digests.values = digest_values(token_ids, scope, self._config.secret)
+            with self._timed():
+                offer.digests.values = digest_values(token_ids, scope, self._config.secret)
         except Exception:
             # Whatever it is, decode must not hold blocks that nobody will ever release.
             logger.exception("kvturn: a retention cannot be offered; its blocks go back")
@@ -480,7 +488,14 @@ class LeaseClient:
         span.end(told, fault=fault)
         self._answers.append((question, result))
 
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_ns = self._clock()
+        yield
+        self._timings.append((DIGEST, (self._clock() - began_ns) / NS_PER_S))
+
     def _answer(self, question: Question, response: lease_pb2.BeginReadResponse) -> Answer:
+        self._timings.append((QUESTION, (self._clock() - question.asked_ns) / NS_PER_S))
         return Answer(
             granted=response.granted,
             verdict=response.verdict,
@@ -496,13 +511,14 @@ class LeaseClient:
         if retention.digests.stride_tokens != STRIDE_TOKENS:
             return 0
         try:
-            return common_prefix_tokens(
-                question.prompt_ids,
-                question.scope,
-                self._config.secret,
-                retention.digests.values,
-                retention.token_count,
-            )
+            with self._timed():
+                return common_prefix_tokens(
+                    question.prompt_ids,
+                    question.scope,
+                    self._config.secret,
+                    retention.digests.values,
+                    retention.token_count,
+                )
         except ValueError as error:
             logger.warning("kvturn: lease %s cannot be compared: %s", question.lease_id, error)
             return 0

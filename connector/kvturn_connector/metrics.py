@@ -1,4 +1,4 @@
-"""What decode holds and gives up, in vLLM's own metrics. Touches vLLM; see ARCHITECTURE.md.
+"""What the connector counts, in vLLM's own metrics. Touches vLLM; see ARCHITECTURE.md.
 
 vLLM carries a connector's statistics from the engine core to its `/metrics` and to its periodic log
 line. Stock's for NIXL are extended: the worker's and the scheduler side's are added up.
@@ -13,33 +13,25 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
-from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.tally import FAMILIES, KEYS, RETAINED_BLOCKS, key_of, labels_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from vllm.config import VllmConfig
 
-RETAINED_BLOCKS = "kvturn_retained_blocks"
-RELEASED = "kvturn_released_"
-GIVEN_UP = "kvturn_given_up_"
-REASONS = {
-    value: name.removeprefix("RELEASE_REASON_").lower()
-    for name, value in common_pb2.ReleaseReason.items()
-    if value
-}
-OUTLOOKS = {
-    value: name.removeprefix("OUTLOOK_").lower()
-    for name, value in lease_pb2.Outlook.items()
-    if value
-}
-KEYS = (
-    RETAINED_BLOCKS,
-    *(RELEASED + reason for reason in REASONS.values()),
-    *(GIVEN_UP + outlook for outlook in OUTLOOKS.values()),
+    from kvturn.metrics import Family
+
+_COUNTS = tuple(
+    key_of(family, label)
+    for family in FAMILIES
+    if family.kind == "counter"
+    for label in labels_of(family)
 )
 
 
 class KvturnStats(NixlKVConnectorStats):
-    """Stock's, and what happened to retentions since the last step."""
+    """Stock's, and what the connector counted since the last step."""
 
     def reset(self) -> None:
         """Forgets all."""
@@ -50,27 +42,30 @@ class KvturnStats(NixlKVConnectorStats):
         """True if there is nothing to report."""
         return super().is_empty() and not any(self.data.get(key) for key in KEYS)
 
-    def released(self, reason: int) -> None:
-        """Blocks of a retention went back to the pool."""
-        self.data[RELEASED + REASONS.get(reason, "revoked")].append(1)
+    def add(self, family: Family, value: float = 1, label: str = "") -> None:
+        """Counts `value` more, observes it, or sets it, as the family is."""
+        self.data[key_of(family, label)].append(value)
 
-    def given_up(self, outlook: int) -> None:
-        """A retention was given up for a request that needs its memory."""
-        self.data[GIVEN_UP + OUTLOOKS.get(outlook, "normal")].append(1)
+    def add_by_name(self, family: Family, names: Mapping[int, str], value: int) -> None:
+        """Counts one more under the name of a protobuf value; others have none."""
+        if value in names:
+            self.add(family, 1, names[value])
 
     def reduce(self) -> dict[str, int | float]:
-        """For vLLM's log line."""
-        held = self.data.get(RETAINED_BLOCKS)
+        """For vLLM's log line: what is held, and all that was counted."""
+        held = self.data.get(key_of(RETAINED_BLOCKS))
         counts = {
-            f"Retentions {key.removeprefix('kvturn_').replace('_', ' ')}": len(self.data[key])
-            for key in KEYS[1:]
+            key.replace("_connector_", " ").replace("_total", "").replace("_", " "): sum(
+                self.data[key]
+            )
+            for key in _COUNTS
             if self.data.get(key)
         }
         return {**super().reduce(), **({"Retained blocks": held[-1]} if held else {}), **counts}
 
 
 class KvturnPromMetrics(NixlPromMetrics):
-    """Stock's, and `kvturn:*`."""
+    """Stock's, and `kvturn_connector_*`."""
 
     def __init__(
         self,
@@ -80,34 +75,43 @@ class KvturnPromMetrics(NixlPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._retained_blocks = self._gauge_cls(
-            name="kvturn:retained_blocks",
-            documentation="Blocks of KV memory that are held for later turns.",
-            multiprocess_mode="mostrecent",
-            labelnames=labelnames,
-        )
-        self._released = self._counter_cls(
-            name="kvturn:released_retentions",
-            documentation="Retentions whose blocks went back to the pool, by reason.",
-            labelnames=[*labelnames, "reason"],
-        )
-        self._given_up = self._counter_cls(
-            name="kvturn:given_up_retentions",
-            documentation="Retentions given up for requests that needed their memory, by what "
-            "the lease service expected of their conversations.",
-            labelnames=[*labelnames, "outlook"],
-        )
+        self._metrics = {family.name: self._metric(family, labelnames) for family in FAMILIES}
+        # All from the start: a rate sees no first time where there was no sample before.
+        for engine_labels in per_engine_labelvalues.values():
+            for family in FAMILIES:
+                for label in labels_of(family):
+                    self._child(family, engine_labels, label)
+
+    def _metric(self, family: Family, labelnames: list[str]) -> Any:
+        named = {
+            "name": family.name.removesuffix("_total"),
+            "documentation": family.about,
+            "labelnames": [*labelnames, *family.labels],
+        }
+        if family.kind == "gauge":
+            return self._gauge_cls(multiprocess_mode="mostrecent", **named)
+        if family.kind == "histogram":
+            return self._histogram_cls(buckets=list(family.bounds), **named)
+        return self._counter_cls(**named)
+
+    def _child(self, family: Family, engine_labels: list[object], label: str) -> Any:
+        labels = [*engine_labels, label] if label else engine_labels
+        return self._metrics[family.name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Takes what an engine reported of a step."""
         super().observe(transfer_stats_data, engine_idx)
-        labels = self.per_engine_labelvalues[engine_idx]
-        if held := transfer_stats_data.get(RETAINED_BLOCKS):
-            self._retained_blocks.labels(*labels).set(held[-1])
-        for prefix, names, counter in (
-            (RELEASED, REASONS, self._released),
-            (GIVEN_UP, OUTLOOKS, self._given_up),
-        ):
-            for name in names.values():
-                if ended := transfer_stats_data.get(prefix + name):
-                    counter.labels(*labels, name).inc(len(ended))
+        engine_labels = self.per_engine_labelvalues[engine_idx]
+        for family in FAMILIES:
+            for label in labels_of(family):
+                values = transfer_stats_data.get(key_of(family, label))
+                if not values:
+                    continue
+                child = self._child(family, engine_labels, label)
+                if family.kind == "gauge":
+                    child.set(values[-1])
+                elif family.kind == "counter":
+                    child.inc(sum(values))
+                else:
+                    for value in values:
+                        child.observe(value)

@@ -12,12 +12,13 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from kvturn.v1 import common_pb2
-from kvturn_connector.config import NS_PER_MS
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.config import NS_PER_MS, NS_PER_S
 from kvturn_connector.handle import notice_name, strip_handle
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
 from kvturn_connector.reader import Read, Reader, State
 from kvturn_connector.scheduler import LeasedScheduler
+from kvturn_connector.tally import OUTCOMES, READ, READ_BYTES, READS, VERDICTS, VERDICTS_GIVEN
 from kvturn_connector.turn import Turn, scope_of
 from kvturn_connector.worker import (
     KvturnMetadata,
@@ -139,6 +140,8 @@ class PrefillScheduler(LeasedScheduler):
         """Stock's, with the report of how the turn's KV was got."""
         params = request.kv_transfer_params
         report = self._report(request)
+        if "verdict" in report:
+            self._stats.add(VERDICTS_GIVEN, 1, str(report["verdict"]))
         delay_free, returned = super().request_finished(request, block_ids)
         if params is not None and params.get("do_remote_decode"):
             if returned is not None:
@@ -188,7 +191,14 @@ class PrefillScheduler(LeasedScheduler):
 
     def _send_ends(self) -> None:
         for end in self._reader.take_ends():
+            self._count_read(end.request)
             self._client.end_read(end)
+
+    def _count_read(self, end: lease_pb2.EndReadRequest) -> None:
+        self._stats.add_by_name(READS, OUTCOMES, end.outcome)
+        if end.outcome == lease_pb2.READ_OUTCOME_COMPLETED:
+            self._stats.add(READ, end.read_time.ToNanoseconds() / NS_PER_S)
+            self._stats.add(READ_BYTES, end.read_bytes)
 
     def _report(self, request: Request) -> dict[str, str | int | float]:
         read = self._reader.get(request.request_id)
@@ -200,9 +210,8 @@ class PrefillScheduler(LeasedScheduler):
             "read_ms": round(read.read_ns / NS_PER_MS, 3) if read is not None else 0.0,
             "read_bytes": read.read_bytes if read is not None else 0,
         }
-        if verdict:
-            name = common_pb2.Verdict.Name(verdict)
-            report["verdict"] = name.removeprefix("VERDICT_").lower()
+        if verdict in VERDICTS:
+            report["verdict"] = VERDICTS[verdict]
         return report
 
 

@@ -9,6 +9,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 )
 
 from kvturn_connector.handle import sane_params
+from kvturn_connector.metrics import KvturnStats
+from kvturn_connector.tally import SESSION_UP
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -42,6 +44,8 @@ class LeasedScheduler(NixlPullConnectorScheduler):
         self._decodes = transfer.kv_role != "kv_producer"
         self._model = str(vllm_config.model_config.model)
         self._ranks: int = vllm_config.parallel_config.world_size
+        self._stats = KvturnStats()
+        self._told_up: bool | None = None
         self._local_tokens: dict[str, int] = {}
         """Tokens found in the engine's own prefix cache, by request, until it finishes."""
 
@@ -51,6 +55,19 @@ class LeasedScheduler(NixlPullConnectorScheduler):
             request.kv_transfer_params, reads_from_prefill=self._decodes
         )
         super().on_new_request(request)
+
+    def take_stats(self) -> KvturnStats | None:
+        """What was counted since the last call; None if nothing."""
+        for family, seconds in self._client.take_timings():
+            self._stats.add(family, seconds)
+        up = self._client.registered
+        if up is not self._told_up:
+            self._told_up = up
+            self._stats.add(SESSION_UP, int(up))
+        if self._stats.is_empty():
+            return None
+        stats, self._stats = self._stats, KvturnStats()
+        return stats
 
     def _reusable(self, request: Request) -> bool:
         """True if all that the request's KV depends on is in its tokens and its scope."""

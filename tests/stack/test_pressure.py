@@ -80,10 +80,10 @@ def test_conversations_that_overfill_decode_run_as_without_retention(
     retained = hold_conversations(small, "retained", CONVERSATIONS, traceparent=traceparent)
     assert sum(retained) <= 2 * sum(without) + SLACK_S
     assert max(retained) <= 2 * max(without) + SLACK_S
-    given_up = metric(small, "kvturn:given_up_retentions_total")
+    given_up = metric(small, "kvturn_connector_given_up_total")
     assert given_up >= CONVERSATIONS // 3, "nothing was given up: was decode ever full?"
-    assert metric(small, "kvturn:released_retentions_total", 'reason="pressure"') >= given_up
-    assert 0 < metric(small, "kvturn:retained_blocks") < SMALL_BLOCKS
+    assert metric(small, "kvturn_connector_releases_total", 'reason="pressure"') >= given_up
+    assert 0 < metric(small, "kvturn_connector_retained_blocks") < SMALL_BLOCKS
     last = Conversation(small, f"retained-{CONVERSATIONS - 1}")
     assert last.resolve(1).lease_id, "the newest retention is not the first to go"
 
@@ -123,7 +123,9 @@ def give_all_back(stack: Stack) -> None:
     for lease in leases.ListLeases(lease_pb2.ListLeasesRequest(), timeout=5).leases:
         if lease.state == lease_pb2.Lease.STATE_ACTIVE:
             leases.RevokeLease(lease_pb2.RevokeLeaseRequest(lease_id=lease.lease_id), timeout=5)
-    wait_until(lambda: metric(stack, "kvturn:retained_blocks") == 0, "decode's blocks are free")
+    wait_until(
+        lambda: metric(stack, "kvturn_connector_retained_blocks") == 0, "decode's blocks are free"
+    )
 
 
 def test_a_turn_that_goes_on_in_place_takes_only_new_blocks(small: Stack) -> None:
@@ -136,13 +138,13 @@ def test_a_turn_that_goes_on_in_place_takes_only_new_blocks(small: Stack) -> Non
     long = Conversation(small, "in-place")
     long.say(document("in-place", 8) + "\nWhat is a licence?")
     beside = 0
-    while metric(small, "kvturn:retained_blocks") < SMALL_BLOCKS - 6:
+    while metric(small, "kvturn_connector_retained_blocks") < SMALL_BLOCKS - 6:
         Conversation(small, f"beside-{beside}").say(document(f"beside-{beside}", 1))
         beside += 1
-    assert metric(small, "kvturn:retained_blocks") <= SMALL_BLOCKS - 5
+    assert metric(small, "kvturn_connector_retained_blocks") <= SMALL_BLOCKS - 5
     assert long.resolve().lease_id, "it was given up for the others"
-    before = metric(small, "kvturn:given_up_retentions_total")
+    before = metric(small, "kvturn_connector_given_up_total")
     answer = local_turn(long, [*long.messages, {"role": "user", "content": "And a patent?"}], 8)
     assert cached(answer) > 6 * BLOCK_TOKENS
     assert long.granted_turn() == long.turn
-    assert metric(small, "kvturn:given_up_retentions_total") == before
+    assert metric(small, "kvturn_connector_given_up_total") == before

@@ -18,12 +18,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import Request, RequestStatus
 
+from kvturn.metrics import Family
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.connector import BothScheduler, KvturnConnector
 from kvturn_connector.decode import LATE_NS, DecodeScheduler
 from kvturn_connector.metrics import KvturnStats
 from kvturn_connector.prefill import PrefillScheduler
 from kvturn_connector.retention import Freed
+from kvturn_connector.tally import DIGEST, FAMILIES, QUESTION, labels_of
 
 BLOCK_SIZE = 16
 POOL_BLOCKS = 128
@@ -70,6 +72,12 @@ class Client:
         self.outlooks: list[tuple[int, int]] = []
         self.reading: list[int] = []
         self.gave: list[dict[str, int]] = []
+        self.registered = True
+        self.timings: list[tuple[Family, float]] = []
+
+    def take_timings(self) -> list[tuple[Family, float]]:
+        timings, self.timings = self.timings, []
+        return timings
 
     def take_outlooks(self) -> list[tuple[int, int]]:
         outlooks, self.outlooks = self.outlooks, []
@@ -306,6 +314,56 @@ def check_nothing_is_offered_to_a_silent_lease_service_when_memory_is_short() ->
     assert pool.get_num_free_blocks() == POOL_BLOCKS - 40
 
 
+def shown(stats: KvturnStats) -> prometheus_client.CollectorRegistry:
+    """Returns what vLLM would show of statistics."""
+    registry = prometheus_client.CollectorRegistry()
+    kinds = {
+        kind: functools.partial(kind, registry=registry)
+        for kind in (
+            prometheus_client.Gauge,
+            prometheus_client.Counter,
+            prometheus_client.Histogram,
+        )
+    }
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = KvturnConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
+    metrics.observe(KvturnConnector.build_kv_connector_stats(stats.data).data)
+    return registry
+
+
+def check_all_metrics_are_there_from_the_start() -> None:
+    """With every value of their labels, and with the meanings that the documents give."""
+    metrics = {family.name: family for family in shown(KvturnStats()).collect()}
+    for family in FAMILIES:
+        found = metrics[family.name.removesuffix("_total")]
+        assert (found.type, found.documentation) == (family.kind, family.about)
+        given = {sample.labels.get(label) for sample in found.samples for label in family.labels}
+        assert given >= set(filter(None, labels_of(family)))
+
+
+def check_prefill_counts_reads_verdicts_and_times() -> None:
+    client = Client()
+    prefill = scheduler(PrefillScheduler, client)
+    client.timings = [(QUESTION, 0.002), (DIGEST, 0.25)]
+    for outcome in (lease_pb2.READ_OUTCOME_COMPLETED, lease_pb2.READ_OUTCOME_NOT_READ):
+        end = lease_pb2.EndReadRequest(outcome=outcome, read_bytes=1 << 20)
+        end.read_time.FromMilliseconds(20)
+        prefill._count_read(end)
+    value = shown(prefill.take_stats()).get_sample_value
+    engine = {"engine": "0"}
+    for outcome in ("completed", "not_read"):
+        assert value("kvturn_connector_reads_total", {**engine, "outcome": outcome}) == 1
+    assert value("kvturn_connector_read_seconds_count", engine) == 1
+    assert value("kvturn_connector_read_seconds_sum", engine) == 0.02
+    assert value("kvturn_connector_read_bytes_sum", engine) == 1 << 20
+    assert value("kvturn_connector_question_seconds_sum", engine) == 0.002
+    assert value("kvturn_connector_digest_seconds_sum", engine) == 0.25
+    assert value("kvturn_connector_session_up", engine) == 1
+    assert prefill.take_stats() is None
+    client.registered = False
+    assert shown(prefill.take_stats()).get_sample_value("kvturn_connector_session_up", engine) == 0
+
+
 def check_pressure_shows_in_trace_and_metrics() -> None:
     _, decode, client = retaining(POOL_BLOCKS, (40, 40))
     client.outlooks = [(2, lease_pb2.OUTLOOK_IDLE)]
@@ -327,23 +385,12 @@ def check_pressure_shows_in_trace_and_metrics() -> None:
     decode.build_connector_meta(SimpleNamespace())
     stats = KvturnStats().aggregate(decode.take_stats())
     assert decode.take_stats() is None
-    registry = prometheus_client.CollectorRegistry()
-    kinds = {
-        kind: functools.partial(kind, registry=registry)
-        for kind in (prometheus_client.Gauge, prometheus_client.Counter)
-    }
-    kinds[prometheus_client.Histogram] = functools.partial(
-        prometheus_client.Histogram, registry=registry
-    )
-    config = SimpleNamespace(kv_transfer_config=None)
-    shown = KvturnConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
-    shown.observe(KvturnConnector.build_kv_connector_stats(stats.data).data)
-    value = registry.get_sample_value
-    assert value("kvturn:retained_blocks", {"engine": "0"}) == 40
+    value = shown(stats).get_sample_value
+    assert value("kvturn_connector_retained_blocks", {"engine": "0"}) == 40
     ended = {"engine": "0", "reason": "pressure"}
-    assert value("kvturn:released_retentions_total", ended) == 1
-    assert value("kvturn:given_up_retentions_total", {"engine": "0", "outlook": "idle"}) == 1
-    assert stats.reduce()["Retentions given up idle"] == 1
+    assert value("kvturn_connector_releases_total", ended) == 1
+    assert value("kvturn_connector_given_up_total", {"engine": "0", "outlook": "idle"}) == 1
+    assert stats.reduce()["kvturn given up idle"] == 1
 
 
 def check_cache_reset_gives_retentions_up_and_then_succeeds() -> None:

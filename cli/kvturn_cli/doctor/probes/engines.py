@@ -13,8 +13,8 @@ from kvturn_cli.doctor.reach import is_loopback, is_unspecified
 
 ENGINES_MAX = 64
 """Engines that are asked; of a larger fleet the first ones."""
-_OURS = "kvturn:retained_blocks"
-_RELEASED = re.compile(r"^kvturn:released_retentions_total\{(.*)\} ([0-9.e+]+)$", re.MULTILINE)
+_OURS = "kvturn_connector_retained_blocks"
+_RELEASED = re.compile(r"^kvturn_connector_releases_total\{(.*)\} ([0-9.e+]+)$", re.MULTILINE)
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
