@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import ssl
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 import grpc.aio
 import pytest
+from certificates import Authority
 from router_harness import FakeLease, Rig, announcement, router
 from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine
 
@@ -358,6 +360,29 @@ async def test_what_is_no_http_server_is_told_within_the_deadline(answer: bytes)
         with pytest.raises(Unanswered):
             await ask(Question(f"http://127.0.0.1:{port}/", timeout_s=0.3))
     server.close()
+
+
+async def test_why_tls_does_not_come_about_is_told(tmp_path: Path) -> None:
+    """No authority, no TLS on one side or the other; and a good answer."""
+    authority = Authority(tmp_path)
+    pair = authority.issue()
+    trusting = ssl.create_default_context(cafile=authority.ca)
+    flags = (f"--tls-cert={pair.cert}", f"--tls-key={pair.key}")
+
+    async def health(port: int, scheme: str, tls: ssl.SSLContext | None = None) -> str:
+        url = f"{scheme}://127.0.0.1:{port}/health"
+        try:
+            return str((await ask(Question(url, timeout_s=GUARD_S, tls=tls))).status)
+        except Unanswered as problem:
+            return str(problem)
+
+    async with router(*flags, ready=False) as secure, router() as plain:
+        assert await health(secure.server.port, "https", trusting) == "200"
+        assert "its certificate is not trusted" in await health(secure.server.port, "https")
+        assert "give https://" in await health(secure.server.port, "http")
+        assert (
+            await health(plain.server.port, "https", trusting) == "it speaks no TLS; give http://"
+        )
 
 
 async def test_a_collector_is_asked_in_what_it_is_meant_for_then_in_the_other() -> None:
