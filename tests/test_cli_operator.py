@@ -321,6 +321,7 @@ async def test_without_a_lease_service_a_line_names_address_and_fix(arguments: l
         (["leases", "--model=m"], "--model and --tenant need --conversation"),
         (["engines", "--lease-token-file=/nowhere"], "--lease-token-file /nowhere: "),
         (["engines", "--lease-cert=/nowhere"], "--lease-cert needs --lease-ca"),
+        (["revoke", "…12.14.1"], "lease ids must be whole; kvturn leases --json shows them so"),
         (["revoke"], "give lease ids, or --conversation, or --engine"),
         (["revoke", "a.1.1", "--engine=d"], "give lease ids, or --conversation, or --engine"),
         (["top"], "needs a terminal"),

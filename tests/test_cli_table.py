@@ -114,6 +114,14 @@ def test_names_are_cut_before_columns_leave() -> None:
     assert "number" not in lines(table(columns, rows, 18), 18)[0]
 
 
+def test_of_a_name_whose_end_tells_the_end_is_kept() -> None:
+    """Lease ids of an engine begin alike."""
+    columns: list[Column[str]] = [Column("lease", str, cut_to=6, keeps_end=True)]
+    assert lines(table(columns, ["incarnation.14.1"], 8), 8)[1] == "…on.14.1"
+    assert lines(table(columns, ["会話会話.14.1"], 8), 8)[1].strip() == "…話.14.1"
+    assert lines(table(columns, ["i.14.1"], 8), 8)[1].strip() == "i.14.1"
+
+
 def test_what_cannot_be_seen_is_spelt_out() -> None:
     """Whatever moves a cursor, changes a colour or turns the direction of a line."""
     assert printable("plain 会話") == "plain 会話"

@@ -55,7 +55,7 @@ COLUMNS: list[Column[Fields]] = [
         leaves=3,
     ),
     Column("address", lambda engine: engine["http_address"] or UNKNOWN, cut_to=12, leaves=5),
-    Column("model", lambda engine: engine["model"] or UNKNOWN, cut_to=10, leaves=6),
+    Column("model", lambda engine: engine["model"] or UNKNOWN, cut_to=10, keeps_end=True, leaves=6),
     Column("blocks", lambda engine: count(engine["blocks"]), right=True),
     Column("active", lambda engine: count(engine["active_blocks"]), right=True),
     Column("retained", lambda engine: count(engine["retained_blocks"]), right=True),

@@ -74,7 +74,7 @@ def lease_fields(message: lease_pb2.Lease) -> Fields:
 def engine_fields(message: lease_pb2.Engine) -> Fields:
     """Returns the fields of an engine."""
     about, memory = message.description, message.memory
-    told = message.HasField("memory")
+    told = memory.total_blocks > 0  # else it has not told it
     active = memory.total_blocks - memory.retained_blocks - memory.free_blocks
     return {
         "engine_id": about.engine_id,

@@ -115,7 +115,7 @@ def _state(lease: Fields) -> str:
 
 
 COLUMNS: list[Column[Fields]] = [
-    Column("lease", lambda lease: lease["lease_id"]),
+    Column("lease", lambda lease: lease["lease_id"], cut_to=16, keeps_end=True),
     Column("conversation", lambda lease: lease["conversation_id"], cut_to=12),
     Column("tenant", lambda lease: lease["tenant"] or UNKNOWN, cut_to=6, leaves=7),
     Column("model", lambda lease: lease["model"], cut_to=8, leaves=8),

@@ -12,7 +12,7 @@ from kvturn_cli.lease_connection import LeaseConnection, NoAnswer, Refused
 from kvturn_cli.leases import leases_of
 from kvturn_cli.listing import operator_parser
 from kvturn_cli.lookup import add_name_flags
-from kvturn_cli.table import printable
+from kvturn_cli.table import CUT, printable
 
 _AT_ONCE = 16
 """Leases that are revoked at a time."""
@@ -53,6 +53,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
     chosen = [args.conversation is not None, args.engine is not None]
     if bool(args.leases) == any(chosen):
         parser.error("give lease ids, or --conversation, or --engine")
+    if any(lease_id.startswith(CUT) for lease_id in args.leases):
+        parser.error("lease ids must be whole; kvturn leases --json shows them so")
     if args.conversation is None and (args.model is not None or args.tenant is not None):
         parser.error("--model and --tenant need --conversation")
     if args.engine is not None and not args.yes and not sys.stdin.isatty():

@@ -14,6 +14,8 @@ from rich.text import Text
 
 Row = TypeVar("Row")
 
+CUT = "…"
+"""Stands for what was cut."""
 GAP = 2
 """Blank cells between columns."""
 
@@ -38,6 +40,8 @@ class Column(Generic[Row]):
     """For numbers."""
     cut_to: int = field(default=0, kw_only=True)
     """Width in cells that it may be cut to; 0: it is whole or not there."""
+    keeps_end: bool = field(default=False, kw_only=True)
+    """Where it is cut, its beginning goes: that is what names of a kind have in common."""
     leaves: int = field(default=0, kw_only=True)
     """Of columns that may be left out the one with the highest number is first; 0: never."""
     style: Callable[[Row], str] | None = field(default=None, kw_only=True)
@@ -65,8 +69,24 @@ def table(columns: Sequence[Column[Row]], rows: Sequence[Row], width: int | None
             width=widths[index],
         )
     for number in range(len(rows)):
-        shown.add_row(*(cells[index][number] for index in kept))
+        shown.add_row(
+            *(
+                _end(cells[index][number], widths[index])
+                if columns[index].keeps_end
+                else cells[index][number]
+                for index in kept
+            )
+        )
     return shown
+
+
+def _end(cell: Text, width: int) -> Text:
+    if cell.cell_len <= width:
+        return cell
+    text = cell.plain
+    while text and cell_len(text) > width - 1:
+        text = text[1:]
+    return Text(f"{CUT}{text}", style=cell.style)
 
 
 def _cell(column: Column[Row], row: Row) -> Text:

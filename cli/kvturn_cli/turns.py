@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Sequence
+from typing import Any
 
 from rich.console import RenderableType
 from rich.text import Text
@@ -93,6 +94,10 @@ def _why(turn: Fields) -> str:
     return " ".join(each for each in turn["plan_reason"].split() if "=" not in each) or UNKNOWN
 
 
+def _if_read(turn: Fields, field: str) -> Any:
+    return turn[field] if turn["read_bytes"] else None
+
+
 def _engine(url: str) -> str:
     return url.removeprefix("http://") or UNKNOWN
 
@@ -110,8 +115,10 @@ COLUMNS: list[Column[Fields]] = [
     Column("local", lambda turn: count(turn["local_tokens"]), right=True),
     Column("computed", lambda turn: count(turn["computed_tokens"]), right=True, leaves=4),
     Column("TTFT ms", lambda turn: milliseconds(turn["first_byte_ms"]), right=True),
-    Column("read ms", lambda turn: milliseconds(turn["read_ms"], 1), right=True, leaves=6),
-    Column("read MB", lambda turn: megabytes(turn["read_bytes"]), right=True, leaves=7),
+    Column(
+        "read ms", lambda turn: milliseconds(_if_read(turn, "read_ms"), 1), right=True, leaves=6
+    ),
+    Column("read MB", lambda turn: megabytes(_if_read(turn, "read_bytes")), right=True, leaves=7),
     Column("saved ms", lambda turn: milliseconds(turn["saved_ms"]), right=True, leaves=3),
     Column("prefill", lambda turn: _engine(turn["prefill_engine"]), cut_to=12, leaves=9),
     Column("decode", lambda turn: _engine(turn["decode_engine"]), cut_to=12, leaves=8),
