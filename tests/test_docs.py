@@ -27,6 +27,7 @@ TURNS = ROOT / "docs" / "turns.md"
 DOCTOR = ROOT / "docs" / "doctor.md"
 SECURITY = ROOT / "docs" / "security.md"
 BAREMETAL = ROOT / "deploy" / "baremetal" / "README.md"
+COMPOSE = ROOT / "deploy" / "compose" / "README.md"
 DOCUMENTS = (
     README,
     ARCHITECTURE,
@@ -42,6 +43,7 @@ DOCUMENTS = (
     ROOT / "docs" / "ui.md",
     *sorted((ROOT / "docs" / "api").glob("*.md")),
     BAREMETAL,
+    COMPOSE,
 )
 PACKAGES = (
     "connector/kvturn_connector",
@@ -75,10 +77,14 @@ FLAGS_OF_OTHERS = {
     "--otlp-traces-endpoint",
     "--branch",
     "--depth",
+    "--entrypoint",
     "--home-dir",
     "--now",
+    "--profile",
+    "--rm",
     "--send-conversation-id",
     "--system",
+    "--volumes",
 }
 SCRIPTS = sorted(BAREMETAL.parent.glob("*.sh"))
 FOLDERS = ("protos", "services", "connector", "cli", "tests", "scripts", "requirements")

@@ -1,0 +1,42 @@
+#!/bin/sh
+# Makes services anew, one after the other, each when the one before is healthy: a rolling restart
+# or, after images or .env changed, a rolling upgrade. No turn fails: roll.sh SERVICE...
+#   COMPOSE=COMMAND  how compose is called, with the -f options it was started with;
+#                    by default `docker compose`, or docker-compose where there is no such plug-in
+#   WAIT_S=SECONDS   how long a service may take to become healthy (300)
+set -eu
+cd "$(dirname "$0")"
+if [ -z "${COMPOSE:-}" ]; then
+    if docker compose version > /dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE=docker-compose; fi
+fi
+[ $# -gt 0 ] || {
+    echo "usage: roll.sh SERVICE..., for example: roll.sh lease-1 lease-2 router-1 router-2" >&2
+    exit 2
+}
+
+health() {
+    container=$($COMPOSE ps -q "$1")
+    [ -z "$container" ] || docker inspect --format '{{.State.Health.Status}}' "$container"
+}
+
+for service in "$@"; do
+    [ "$(health "$service")" = healthy ] || {
+        echo "roll.sh: $service is not healthy; nothing was done. See: $COMPOSE ps, $COMPOSE logs $service" >&2
+        exit 1
+    }
+done
+for service in "$@"; do
+    echo "$service: stopping, and starting anew"
+    $COMPOSE up -d --no-deps --force-recreate "$service"
+    left=${WAIT_S:-300}
+    until [ "$(health "$service")" = healthy ]; do
+        [ "$left" -gt 0 ] || {
+            echo "roll.sh: $service did not become healthy in ${WAIT_S:-300} s; the rest was left alone." \
+                "See: $COMPOSE logs $service" >&2
+            exit 1
+        }
+        left=$((left - 1))
+        sleep 1
+    done
+    echo "$service: healthy"
+done

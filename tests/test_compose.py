@@ -1,0 +1,250 @@
+"""The compose stack as written: it parses, is set by .env alone, and every service is confined.
+
+That it runs is shown in tests/docker.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvturn_connector.config import ConnectorConfig
+from kvturn_lease import config as lease_config
+from kvturn_router import config as router_config
+
+FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "compose"
+FILES = sorted(FOLDER.glob("compose*.yaml"))
+DOCKERFILES = sorted((FOLDER / "images").glob("*.Dockerfile"))
+README = FOLDER / "README.md"
+VARIABLE = re.compile(r"\$\{(\w+)\}")
+HOST = re.compile(r"\b(?:[\w-]+\.)+(?:io|com|org|dev|net)\b")
+SECONDS = {"s": 1, "m": 60, "h": 3600}
+
+
+def settings() -> dict[str, str]:
+    """Returns the variables of .env."""
+    lines = (FOLDER / ".env").read_text().splitlines()
+    pairs = [line.split("=", 1) for line in lines if line and not line.startswith("#")]
+    assert len({name for name, _ in pairs}) == len(pairs), "a variable stands twice in .env"
+    return dict(pairs)
+
+
+def filled_in(text: str) -> str:
+    """Returns a text with the variables of .env put in."""
+    values = settings()
+    return VARIABLE.sub(lambda found: values[found[1]], text).replace("$$", "$")
+
+
+def services_of(file: Path) -> dict[str, dict[str, Any]]:
+    """Returns the services of a compose file, the variables put in."""
+    parsed: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(filled_in(file.read_text()))
+    return parsed["services"]
+
+
+def whole_services() -> list[tuple[str, dict[str, Any]]]:
+    """Returns every service that runs something, of all files; not what a layer adds to one."""
+    return [
+        (name, service)
+        for file in FILES
+        for name, service in services_of(file).items()
+        if "image" in service
+    ]
+
+
+EACH_SERVICE = pytest.mark.parametrize(
+    ("name", "service"), whole_services(), ids=[name for name, _ in whole_services()]
+)
+
+
+def test_every_variable_is_set_in_the_env_file_and_explained_there() -> None:
+    """No file asks for a variable that .env does not set, .env sets none that nobody asks for.
+
+    Each group of variables stands under a comment.
+    """
+    asked = {name for file in FILES for name in VARIABLE.findall(file.read_text())}
+    # What compose itself reads.
+    own = {"COMPOSE_PROFILES", "COMPOSE_PROJECT_NAME"}
+    assert asked == settings().keys() - own
+    for block in re.split(r"\n\n", (FOLDER / ".env").read_text().strip()):
+        assert block.startswith("#"), block
+
+
+def test_every_image_is_pinned_and_names_no_registry() -> None:
+    """Image variables hold a name and a version; Dockerfiles' defaults are those of .env."""
+    images = {name: value for name, value in settings().items() if name.endswith("_IMAGE")}
+    for name, image in images.items():
+        assert re.fullmatch(r"[a-z0-9/-]+:v?\d[\w.-]+", image), f"{name}={image}"
+        assert not HOST.search(image.split(":")[0]), f"{name}={image}"
+    for file in DOCKERFILES:
+        text = file.read_text()
+        assert not HOST.search(text), file.name
+        for name, default in re.findall(r"^ARG (\w+_IMAGE)=(\S+)$", text, re.MULTILINE):
+            assert images[name] == default, f"{file.name}: {name}"
+        for base in re.findall(r"^FROM (\S+)", text, re.MULTILINE):
+            stages = re.findall(r" AS (\w+)$", text, re.MULTILINE)
+            assert base in stages or VARIABLE.fullmatch(base), f"{file.name}: FROM {base}"
+
+
+@EACH_SERVICE
+def test_every_service_is_confined(name: str, service: dict[str, Any]) -> None:
+    """A user without rights, nothing to write to, limits of memory, CPU, processes and logs."""
+    assert service["user"] == "10001:10001"
+    assert service["read_only"] is True
+    assert service["cap_drop"] == ["ALL"]
+    assert service["security_opt"] == ["no-new-privileges:true"]
+    assert service["mem_limit"]
+    assert float(service["cpus"]) > 0
+    assert service["pids_limit"] > 0
+    assert service["logging"]["options"].keys() == {"max-size", "max-file"}
+    assert "privileged" not in service
+
+
+@EACH_SERVICE
+def test_every_service_tells_its_health_and_is_started_again(
+    name: str, service: dict[str, Any]
+) -> None:
+    """All but the one that only prepares. Its check has time to answer on a busy machine."""
+    if name == "init":
+        assert service["restart"] == "no"
+        return
+    assert service["restart"] == "unless-stopped"
+    check = service["healthcheck"]
+    assert check["test"][0] == "CMD"
+    assert {"interval", "timeout", "retries", "start_period"} <= check.keys()
+    assert int(check["timeout"].rstrip("s")) >= 10
+
+
+def test_ports_are_published_on_one_address() -> None:
+    """No service is reached from outside of the host unless BIND_ADDRESS says so."""
+    for name, service in whole_services():
+        for port in service.get("ports", []):
+            assert port.startswith(settings()["BIND_ADDRESS"] + ":"), f"{name}: {port}"
+
+
+def test_nothing_waits_for_a_service_that_a_profile_leaves_out() -> None:
+    """Services without a profile depend on such services only."""
+    everything = dict(whole_services())
+    for name, service in whole_services():
+        for needed in service.get("depends_on", {}):
+            assert "profiles" not in everything[needed], f"{name} needs {needed}"
+
+
+@pytest.mark.parametrize("service", ["lease-1", "lease-2", "router-1", "router-2"])
+def test_kvturn_takes_the_settings(service: str, tmp_path: Path) -> None:
+    """Its own parsers read each variable; files of secrets are looked for where they are put."""
+    secrets = tmp_path / "kvturn"
+    secrets.mkdir(mode=0o700)
+    for name in ("cluster-secret", "engine-tokens", "router-tokens", "operator-tokens", "token"):
+        (secrets / name).write_text("0123456789abcdef0123456789abcdef")
+    given = services_of(FOLDER / "compose.yaml")[service]["environment"]
+    environment = {
+        name: str(value).replace("/run/kvturn", str(secrets)) for name, value in given.items()
+    }
+    if service.startswith("lease"):
+        lease = lease_config.parse_config([], environment)
+        assert lease.advertise == f"{service}:7600"
+        assert not lease.trusts_all
+    else:
+        router = router_config.parse_config([], environment)
+        assert router.drain_notice_s > 2, "the balancer must see that a router is not ready"
+
+
+@pytest.mark.parametrize("service", ["router-1", "router-2", "balancer"])
+def test_turns_have_time_to_end(service: str) -> None:
+    """Compose kills nothing that still drains: its grace is longer than the process's own."""
+    parsed = services_of(FOLDER / "compose.yaml")
+    router = parsed["router-1"]["environment"]
+    own_s = router["KVTURN_ROUTER_DRAIN_NOTICE_S"] + router["KVTURN_ROUTER_GRACE_S"]
+    if service == "balancer":
+        text = (FOLDER / "balancer" / "haproxy.cfg").read_text()
+        found = re.search(r"hard-stop-after (\d+)s", text)
+        assert found is not None
+        own_s = int(found[1])
+    assert int(parsed[service]["stop_grace_period"].rstrip("s")) > own_s
+
+
+@pytest.mark.parametrize(
+    ("service", "role"),
+    [
+        ("prefill-0", "kv_producer"),
+        ("decode-0", "kv_consumer"),
+        ("prefill-0-gpu", "kv_producer"),
+        ("decode-0-gpu", "kv_consumer"),
+    ],
+)
+def test_the_connector_takes_the_engines_settings(service: str, role: str, tmp_path: Path) -> None:
+    """The JSON of each engine's flag parses, and holds keys that the connector knows."""
+    (tmp_path / "token").write_text("0123456789abcdef0123456789abcdef")
+    (tmp_path / "digest-key").write_text("0123456789abcdef0123456789abcdef")
+    for file in tmp_path.iterdir():
+        file.chmod(0o600)
+    command = services_of(FOLDER / "compose.yaml")[service]["command"]
+    flag = next(text for text in command if text.startswith("--kv-transfer-config="))
+    config = json.loads(flag.split("=", 1)[1])
+    assert config["kv_role"] == role
+    assert config["kv_load_failure_policy"] == "recompute"
+    extra = {
+        key: value.replace("/run/kvturn", str(tmp_path)) if isinstance(value, str) else value
+        for key, value in config["kv_connector_extra_config"].items()
+    }
+    ConnectorConfig.from_extra(extra)
+    port = next(text for text in command if text.startswith("--port=")).split("=")[1]
+    name = service.removesuffix("-gpu")
+    assert extra["kvturn_engine_name"] == name
+    assert extra["kvturn_http_address"] == f"http://{name}:{port}"
+
+
+def test_the_balancer_sends_each_turn_once_and_holds_nothing_back() -> None:
+    """Only connections are tried again, no connection to a router is used twice."""
+    text = (FOLDER / "balancer" / "haproxy.cfg").read_text()
+    assert re.findall(r"^\s+retry-on (.*)$", text, re.MULTILINE) == ["conn-failure"]
+    assert "option http-server-close" in text
+    assert "http-buffer-request" not in text
+    assert "option httpchk GET /ready" in text
+
+
+def test_three_etcd_nodes_know_each_other() -> None:
+    """Each of the layer's nodes is in the cluster's list, and lease services ask all of them."""
+    services = services_of(FOLDER / "compose.etcd3.yaml")
+    nodes = {name for name in services if name.startswith("etcd")}
+    assert len(nodes) == 3
+    for name in nodes:
+        cluster = services[name]["environment"]["ETCD_INITIAL_CLUSTER"]
+        assert {member.split("=")[0] for member in cluster.split(",")} == nodes
+    for name in ("lease-1", "lease-2"):
+        store = services[name]["environment"]["KVTURN_LEASE_STORE"]
+        assert {place.split(":")[0] for place in store.removeprefix("etcd://").split(",")} == nodes
+
+
+def test_secrets_are_made_once_and_admitted(tmp_path: Path) -> None:
+    """Run twice, the script changes nothing; every role's token is among those taken."""
+    for name in ("lease", "engine", "router", "operator", "grafana", "etcd-1", "prometheus"):
+        (tmp_path / name).mkdir()
+    script = FOLDER / "images" / "prepare"
+    subprocess.run([script, tmp_path], check=True)
+    made = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
+    assert len({text.strip() for text in made.values()}) == 6, "secrets differ, tokens come twice"
+    for file in made:
+        assert file.stat().st_mode & 0o077 == 0, file
+    for role in ("engine", "router", "operator"):
+        token = (tmp_path / role / "token").read_text()
+        assert len(token) == 48
+        assert (tmp_path / "lease" / f"{role}-tokens").read_text().split() == [token]
+    (tmp_path / "router" / "token").write_text("b" * 48)
+    subprocess.run([script, tmp_path], check=True)
+    assert len((tmp_path / "lease" / "router-tokens").read_text().split()) == 2
+    made.pop(tmp_path / "router" / "token")
+    made.pop(tmp_path / "lease" / "router-tokens")
+    assert all(file.read_text() == text for file, text in made.items())
+
+
+def test_the_readme_lists_every_variable() -> None:
+    """Its table has each variable of .env with its value."""
+    rows = re.findall(r"^\| `(\w+)` \| (?:`([^`|]*)`)? ?\|", README.read_text(), re.MULTILINE)
+    assert dict(rows) == settings()
