@@ -10,7 +10,7 @@ MINUTES ?= 30
 BENCH_OUT ?= bench/policy
 SIM_ARGS ?=
 
-.PHONY: help setup demo up down test test-fast test-all sim fuzz lint type check-protos proto lock bench-lease bench-router bench-local bench-policy bench-engine clean
+.PHONY: help setup demo up down test test-fast test-docker test-all sim fuzz lint type check-protos proto lock bench-lease bench-router bench-local bench-policy bench-engine clean
 
 help: ## List the tasks
 	@grep -hE '^[a-z-]+:.*## ' Makefile | sed 's/:.*## /\t/' | expand -t 16
@@ -34,14 +34,19 @@ down: ## Stop what `kvturn up --detach` started
 	@$(BIN)/kvturn down
 
 test: setup lint type check-protos ## Run every check and test, the real stack included
-	$(BIN)/pytest -m "not stack and not fault" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not stack and not fault and not docker" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 	$(BIN)/pytest -m "stack and not fault" $(PYTEST_ARGS)
 
 test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM
-	$(BIN)/pytest -m "not stack and not fault" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
+	$(BIN)/pytest -m "not stack and not fault and not docker" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-all: test sim ## Run make test, the full simulation and the fault matrix
+test-docker: setup-fast ## Run the compose stack in a Docker engine (minutes; installs one with apt as root)
+	@$(SETUP) docker
+	$(BIN)/pytest -m docker $(PYTEST_ARGS)
+
+test-all: test sim ## Run make test, the full simulation, the fault matrix and the compose stack
 	$(BIN)/pytest -m fault $(PYTEST_ARGS)
+	@$(MAKE) --no-print-directory test-docker
 
 sim: setup-fast ## Simulate the lease rules: 20,000 seeds, then every mutant (SEED=n replays one)
 	PYTHONPATH=tests $(BIN)/python -m sim $(if $(SEED),--seed $(SEED)) $(SIM_ARGS)
@@ -53,7 +58,7 @@ lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/buf lint
-	$(BIN)/shellcheck -x scripts/*.sh .ci/run deploy/baremetal/*.sh
+	$(BIN)/shellcheck -x scripts/*.sh .ci/run deploy/baremetal/*.sh deploy/compose/*.sh deploy/compose/images/engine deploy/compose/images/prepare deploy/compose/images/with-index
 
 type: setup-fast ## Check types (mypy --strict)
 	$(BIN)/mypy

@@ -38,6 +38,14 @@ PEERS = ("vllm-router", "smg", "example-proxy")  # Routers that bench/router mea
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = ("chromium", "fonts-liberation")  # Debian's packages.
 MEMBERS = ("protos", "services/lease", "services/router", "connector", "cli")
+# What the tests of the compose stack need of the system: packages by Debian's names, with a program
+# of each.
+DOCKER_PACKAGES = {
+    "docker.io": "dockerd",
+    "docker-compose": "docker-compose",
+    "debootstrap": "debootstrap",
+    "iptables": "iptables",
+}
 FREE_GIB_MIN = 6.0  # Both vLLM environments with uv's cache, measured 4.4 GiB.
 GLIBC_MIN = (2, 28)  # The wheels' platform tag is manylinux_2_28.
 
@@ -52,7 +60,8 @@ class Step:
 
     `files` are what it is made from besides `make`'s own code in this file; a change in any of
     them makes the step again. `heavy` steps take gigabytes of disk.
-    `optional` ones belong to no group and are made by name.
+    `optional` ones belong to no group and are made by name. `is_there` tells whether what a step
+    put outside of its folder is still there.
     """
 
     name: str
@@ -61,6 +70,7 @@ class Step:
     make: Callable[[], None]
     heavy: bool = False
     optional: bool = False
+    is_there: Callable[[], bool] = lambda: True
 
     def key(self) -> str:
         """Returns the hash of all that the step depends on."""
@@ -75,7 +85,7 @@ class Step:
     def is_current(self) -> bool:
         """Tells whether the folder holds what this step would make."""
         stamp = self.target / STAMP
-        return stamp.is_file() and stamp.read_text() == self.key()
+        return stamp.is_file() and stamp.read_text() == self.key() and self.is_there()
 
 
 def base_python() -> str:
@@ -355,6 +365,31 @@ def make_browser() -> None:
         say(f"  {error}. Tests of the router's page are left out; apt install chromium")
 
 
+def missing_for_docker() -> list[str]:
+    """Returns the system packages that the tests of the compose stack need and that are absent."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    return [
+        package
+        for package, program in DOCKER_PACKAGES.items()
+        if shutil.which(program, path=path) is None
+    ]
+
+
+def make_docker() -> None:
+    """Installs a Docker engine and what its test images are made with, where apt and root are."""
+    missing = missing_for_docker()
+    if missing:
+        if os.geteuid() != 0 or shutil.which("apt-get") is None:
+            raise SetupError(
+                f"the tests of the compose stack need {', '.join(missing)};"
+                f" as root: apt-get install {' '.join(missing)} (Debian's names)"
+            )
+        env = dict(os.environ, DEBIAN_FRONTEND="noninteractive")
+        run(["apt-get", "update"], env=env)
+        run(["apt-get", "install", "-y", "--no-install-recommends", *missing], env=env)
+    (ENVS / "docker").mkdir(parents=True, exist_ok=True)
+
+
 def sources(*folders: str) -> tuple[Path, ...]:
     """Returns the files of which those workspace folders' wheels are made."""
     found = [
@@ -397,6 +432,8 @@ def all_steps() -> dict[str, Step]:
         make = functools.partial(make_environment, ENVS / name, locked)
         steps.append(Step(name, ENVS / name, (locked,), make, optional=True))
     steps.append(Step("browser", ENVS / "browser", (), make_browser, heavy=True))
+    docker = functools.partial(Step, "docker", ENVS / "docker", (), make_docker)
+    steps.append(docker(optional=True, is_there=lambda: not missing_for_docker()))
     alone = (REQUIREMENTS / "connector.txt", build, *sources("protos", "connector"))
     steps.append(Step("connector-alone", ENVS / "connector-alone", alone, make_connector_alone))
     return {step.name: step for step in steps}

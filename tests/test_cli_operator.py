@@ -16,7 +16,6 @@ from lease_rig import GUARD_S
 
 from kvturn.v1 import common_pb2
 from kvturn_cli import run_state
-from kvturn_cli.__main__ import main
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 
@@ -299,12 +298,9 @@ async def test_an_engine_is_drained_and_taken_up_again(guests: Guests) -> None:
         ["drain", "d"],
     ],
 )
-def test_without_a_lease_service_a_line_names_address_and_fix(
-    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_without_a_lease_service_a_line_names_address_and_fix(arguments: list[str]) -> None:
     """Exit code 1, nothing on stdout, no traceback."""
-    monkeypatch.setenv("KVTURN_OPERATOR_LEASE", "127.0.0.1:1")
-    done = Done(main([*arguments, "--timeout=2"]), *capsys.readouterr())
+    done = await kvturn(*arguments, "--timeout=2", KVTURN_OPERATOR_LEASE="127.0.0.1:1")
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(
         f"kvturn {arguments[0]}: no answer from the lease service at 127.0.0.1:1: "
@@ -331,15 +327,9 @@ def test_without_a_lease_service_a_line_names_address_and_fix(
         (["top"], "needs a terminal"),
     ],
 )
-def test_what_is_wrong_is_refused_in_a_line(
-    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+async def test_what_is_wrong_is_refused_in_a_line(arguments: list[str], words: str) -> None:
     """Exit code 2, before anybody is asked."""
-    try:
-        code = main(arguments)
-    except SystemExit as end:
-        code = int(end.code or 0)
-    done = Done(code, *capsys.readouterr())
+    done = await kvturn(*arguments)
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert done.err.count("\n") == 1

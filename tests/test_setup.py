@@ -83,7 +83,7 @@ def test_the_demo_prepares_no_more_than_one_vllm_and_the_model() -> None:
     assert setup.names_of("demo", steps) == {"uv", "workspace", "vllm-0.29.0", "model"}
     assert not {"vllm-0.29.0", "vllm-0.32.0", "model"} & setup.names_of("fast", steps)
     rivals = {"vllm-router", "smg", "example-proxy"}
-    assert setup.names_of("test", steps) == set(steps) - {"plots"} - rivals
+    assert setup.names_of("test", steps) == set(steps) - {"docker", "plots"} - rivals
     with pytest.raises(setup.SetupError, match="no group or step named nonsense"):
         setup.names_of("nonsense", steps)
 
@@ -191,3 +191,15 @@ def test_a_python_without_venv_and_pip_is_told_what_to_install(
     monkeypatch.setattr(setup.shutil, "rmtree", lambda *_, **__: None)
     with pytest.raises(setup.SetupError, match=r"apt install python3\.\d+-venv"):
         setup.make_uv()
+
+
+def test_what_docker_tests_need_is_named_where_it_cannot_be_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without root nothing is installed; one line says which packages to install."""
+    setup = load_setup()
+    monkeypatch.setattr(setup, "missing_for_docker", lambda: ["docker.io", "debootstrap"])
+    monkeypatch.setattr(setup.os, "geteuid", lambda: 1000)
+    with pytest.raises(setup.SetupError, match=r"apt-get install docker\.io debootstrap") as said:
+        setup.make_docker()
+    assert "\n" not in str(said.value)

@@ -1,0 +1,127 @@
+"""The compose stack of this checkout in a Docker engine, driven as a user drives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+from docker_engine import ROOT, DockerEngine
+
+FOLDER = ROOT / "deploy" / "compose"
+FILES = ("compose.yaml",)
+
+
+class ComposeStack:
+    """One project of `docker compose`."""
+
+    def __init__(
+        self,
+        engine: DockerEngine,
+        variables: dict[str, str],
+        project: str,
+        files: tuple[str, ...] = FILES,
+    ) -> None:
+        self.engine = engine
+        self.environment = {
+            **engine.environment,
+            **variables,
+            "COMPOSE_PROJECT_NAME": project,
+            "PATH": f"{Path(engine.client).parent}:{os.environ['PATH']}",
+        }
+        self.command = [*_compose(engine), *(part for file in files for part in ("-f", file))]
+
+    def compose(self, *args: str, timeout_s: float = 600) -> str:
+        """Runs `docker compose ARGS...` and returns what it prints. Fails the test with stderr."""
+        done = subprocess.run(
+            [*self.command, *args],
+            cwd=FOLDER,
+            env=self.environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, f"compose {' '.join(args)}: {done.stderr[-3000:]}"
+        return done.stdout
+
+    def roll(self, *services: str, timeout_s: float = 600) -> None:
+        """Runs roll.sh."""
+        done = subprocess.run(
+            [FOLDER / "roll.sh", *services],
+            env={**self.environment, "COMPOSE": " ".join(self.command)},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, done.stdout[-3000:]
+
+    def down(self) -> None:
+        """Stops and forgets all of it."""
+        self.compose("--profile", "cpu", "down", "--volumes", "--timeout", "5")
+
+    def container(self, service: str) -> str:
+        """Returns the id of a service's container."""
+        found = self.compose("ps", "--all", "-q", service) if self._is_v2 else ""
+        return (found or self.compose("ps", "-q", service)).strip()
+
+    @property
+    def _is_v2(self) -> bool:
+        return self.command[0] != "docker-compose"
+
+    def state(self, service: str) -> dict[str, Any]:
+        """Returns what the engine knows of a service's container: State, RestartCount..."""
+        inspected = json.loads(self.engine.run("inspect", self.container(service)))
+        state: dict[str, Any] = inspected[0]
+        return state
+
+    def health(self, service: str) -> str:
+        """Returns starting, healthy or unhealthy; or in which state a stopped container is."""
+        state = self.state(service)["State"]
+        if state["Status"] != "running":
+            return str(state["Status"])
+        return str(state["Health"]["Status"])
+
+    def wait_healthy(self, *services: str, timeout_s: float) -> None:
+        """Returns when all are healthy; fails the test with the log of one that does not get so."""
+        deadline_s = time.monotonic() + timeout_s
+        waiting = list(services)
+        while waiting := [name for name in waiting if self.health(name) != "healthy"]:
+            late = time.monotonic() > deadline_s
+            assert not late, f"{waiting} not healthy\n{self.log(waiting[0])[-3000:]}"
+            time.sleep(1)
+
+    def log(self, service: str) -> str:
+        """Returns what a service printed."""
+        return self.compose("logs", "--no-color", service)
+
+    def start(self, *services: str) -> None:
+        """Starts containers that were made, whatever they depend on, as the engine does at boot."""
+        self.engine.run("start", *(self.container(name) for name in services))
+
+    def kill(self, service: str) -> int:
+        """Ends a service's process as the kernel would, and returns its pid.
+
+        `docker kill` is no crash: the engine would not start the service again.
+        """
+        pid = int(self.state(service)["State"]["Pid"])
+        os.kill(pid, signal.SIGKILL)
+        return pid
+
+    def inside(self, service: str, *command: str) -> str:
+        """Runs a command in a service's container and returns what it prints."""
+        return self.engine.run("exec", self.container(service), *command)
+
+
+def _compose(engine: DockerEngine) -> list[str]:
+    """Returns how compose is called: as COMPOSE says, the plug-in, or docker-compose."""
+    if said := os.environ.get("COMPOSE"):
+        return said.split()
+    plugin = subprocess.run([engine.client, "compose", "version"], capture_output=True)
+    return [engine.client, "compose"] if plugin.returncode == 0 else ["docker-compose"]

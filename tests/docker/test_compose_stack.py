@@ -1,0 +1,220 @@
+"""The compose stack with real engines: it starts, reuses, is rolled, and heals from kills.
+
+One stack for all tests, in their order. Whoever is killed is killed from outside, as a crash.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from compose_stack import ComposeStack
+from port_turns import MODEL, PROSE, Client, Load
+
+from kvturn.client import connect
+from kvturn_cli.ports import pick_free
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from docker_engine import DockerEngine
+
+# Two cores start two engines; under load from elsewhere that takes minutes.
+START_TIMEOUT_S = 900
+HEAL_TIMEOUT_S = 120
+PORTS = ("HTTP_PORT", "GRPC_PORT", "PROMETHEUS_PORT", "JAEGER_PORT", "GRAFANA_PORT")
+ENGINES = ("prefill-0", "decode-0")
+LEASES = ("lease-1", "lease-2")
+ROUTERS = ("router-1", "router-2")
+# Jaeger and Grafana are in no package, so the stack runs without them.
+SERVICES = ("etcd", *LEASES, *ROUTERS, "balancer", *ENGINES, "otel-collector", "prometheus")
+# Whether it leads: SERVING under the service's name on the leader only.
+LEADS = """
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+stub = health_pb2_grpc.HealthStub(grpc.insecure_channel("127.0.0.1:7600"))
+asked = health_pb2.HealthCheckRequest(service="kvturn.v1.LeaseService")
+print(stub.Check(asked, timeout=5).status)
+"""
+
+
+@pytest.fixture(scope="module")
+def stack(engine: DockerEngine, image_names: dict[str, str]) -> Iterator[ComposeStack]:
+    """The containers of the whole stack, made and not started."""
+    taken: set[int] = set()
+    variables = {
+        **image_names,
+        **{name: str(pick_free(taken)) for name in PORTS},
+        "COMPOSE_PROFILES": "cpu",
+        # Two cores run ten services: nothing here is about how soon they answer.
+        "QUESTION_DEADLINE_MS": "1000",
+        "SESSION_TTL_S": "20",
+        "HEALTH_TIMEOUT_S": "10",
+        "ROUTER_PLAN": "pull",
+    }
+    made = ComposeStack(engine, variables, "kvturn-test")
+    made.down()
+    try:
+        made.compose("up", "--no-start", "init", *SERVICES)
+        yield made
+    finally:
+        made.down()
+
+
+def port(stack: ComposeStack) -> int:
+    return int(stack.environment["HTTP_PORT"])
+
+
+def leader(stack: ComposeStack) -> str:
+    """Returns the lease service that leads, "" where none does."""
+    leading = [name for name in LEASES if stack.inside(name, "python", "-c", LEADS).strip() == "1"]
+    assert len(leading) < 2, "two lease services lead"
+    return leading[0] if leading else ""
+
+
+def asked(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return json.load(answer)
+
+
+def wait_until_reused(stack: ComposeStack, name: str, timeout_s: float) -> None:
+    """Returns when the second turn of a new conversation reuses the first one's KV."""
+    deadline_s = time.monotonic() + timeout_s
+    number = 0
+    while True:
+        number += 1
+        client = Client(port(stack), f"{name}-{number}")
+        client.turn(PROSE)
+        second = client.turn("And then?")
+        if second.reused_tokens > 0:
+            return
+        assert time.monotonic() < deadline_s, f"still {second.verdict}"
+
+
+def test_lease_services_wait_for_a_late_etcd(stack: ComposeStack) -> None:
+    """The engine starts all containers at once at boot, etcd last: all come up, none gives up."""
+    stack.start("init")
+    stack.engine.run("wait", stack.container("init"))
+    stack.start("otel-collector", "prometheus", *LEASES, *ROUTERS, "balancer", *ENGINES)
+    stack.wait_healthy(*LEASES, timeout_s=HEAL_TIMEOUT_S)
+    assert leader(stack) == "", "nobody can lead without etcd"
+    stack.start("etcd")
+    stack.wait_healthy("etcd", timeout_s=HEAL_TIMEOUT_S)
+    deadline_s = time.monotonic() + HEAL_TIMEOUT_S
+    while not leader(stack):
+        assert time.monotonic() < deadline_s, "etcd is there and nobody leads"
+        time.sleep(0.5)
+    stack.wait_healthy(*SERVICES, timeout_s=START_TIMEOUT_S)
+    for name in SERVICES:
+        assert stack.state(name)["RestartCount"] == 0, f"{name} was started more than once"
+
+
+def test_up_finds_nothing_to_do(stack: ComposeStack) -> None:
+    """`docker compose up` on a stack that runs leaves every container as it is."""
+    before = [stack.container(name) for name in SERVICES]
+    stack.compose("up", "-d", *SERVICES)
+    assert [stack.container(name) for name in SERVICES] == before
+
+
+def test_the_second_turn_reuses_the_first(stack: ComposeStack) -> None:
+    """Through the one port, with traces of every part at the receiver."""
+    client = Client(port(stack), "trip-42")
+    first = client.turn(PROSE)
+    assert first.verdict == "first_turn"
+    second = client.turn("And then?")
+    assert second.verdict == "reused"
+    assert second.reused_tokens > 100
+    services: set[str] = set()
+    deadline_s = time.monotonic() + 30
+    while not {"kvturn-router", "kvturn-connector"} <= services:
+        assert time.monotonic() < deadline_s, f"traces only of {services}"
+        services = traced(stack.inside("otel-collector", "cat", "/dev/shm/traces.jsonl"))
+
+
+def traced(lines: str) -> set[str]:
+    """Returns the names of services in OTLP/JSON lines."""
+    return {
+        attribute["value"]["stringValue"]
+        for line in lines.splitlines()
+        for spans in json.loads(line)["resourceSpans"]
+        for attribute in spans["resource"]["attributes"]
+        if attribute["key"] == "service.name"
+    }
+
+
+async def test_grpc_goes_through_the_balancer(stack: ComposeStack) -> None:
+    """A turn over gRPC, on the other port."""
+    address = f"127.0.0.1:{stack.environment['GRPC_PORT']}"
+    async with connect(address) as router, router.conversation(MODEL) as held:
+        answer = await held.complete(messages=[{"role": "user", "content": "Hello."}], max_tokens=4)
+    assert answer.verdict == "first_turn"
+
+
+def test_prometheus_reaches_its_targets(stack: ComposeStack) -> None:
+    """All but the collector's own page: what stands in for the collector has none."""
+    url = f"http://127.0.0.1:{stack.environment['PROMETHEUS_PORT']}/api/v1/targets"
+    down = {"not asked yet"}
+    deadline_s = time.monotonic() + 60
+    while down:
+        assert time.monotonic() < deadline_s, f"down: {down}"
+        targets = asked(url)["data"]["activeTargets"]
+        down = {
+            target["scrapeUrl"]
+            for target in targets
+            if target["health"] != "up" and target["labels"]["job"] != "otel-collector"
+        }
+        time.sleep(1)
+
+
+def test_a_rolling_restart_fails_no_turn(stack: ComposeStack) -> None:
+    """Lease services and routers made anew, one by one, while clients hold conversations."""
+    with Load(port(stack), "rolling") as load:
+        load.wait_turns(4, timeout_s=HEAL_TIMEOUT_S)
+        before = load.turns
+        stack.roll(*LEASES, *ROUTERS)
+        assert load.turns > before, "no turn ended while services were rolled"
+        load.wait_turns(4, timeout_s=HEAL_TIMEOUT_S)
+    assert load.failures == []
+    wait_until_reused(stack, "rolled", HEAL_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("service", ["etcd", "leader", "otel-collector", "prometheus"])
+def test_no_turn_needs_what_only_watches_or_remembers(stack: ComposeStack, service: str) -> None:
+    """Killed under load: no turn fails, the service is back by itself, and turns reuse again."""
+    name = leader(stack) if service == "leader" else service
+    restarts = stack.state(name)["RestartCount"]
+    with Load(port(stack), f"without-{service}") as load:
+        load.wait_turns(2, timeout_s=HEAL_TIMEOUT_S)
+        stack.kill(name)
+        load.wait_turns(4, timeout_s=HEAL_TIMEOUT_S)
+        stack.wait_healthy(name, timeout_s=HEAL_TIMEOUT_S)
+    assert load.failures == []
+    assert stack.state(name)["RestartCount"] == restarts + 1
+    wait_until_reused(stack, f"after-{service}", HEAL_TIMEOUT_S)
+
+
+def test_a_killed_router_takes_its_own_turns_with_it_and_no_other(stack: ComposeStack) -> None:
+    """Each client had one turn in flight at most; what it asks next the other router serves."""
+    with Load(port(stack), "router", clients=2) as load:
+        load.wait_turns(2, timeout_s=HEAL_TIMEOUT_S)
+        stack.kill("router-1")
+        load.wait_turns(4, timeout_s=HEAL_TIMEOUT_S)
+    assert len(load.failures) <= 2, load.failures
+    stack.wait_healthy("router-1", timeout_s=HEAL_TIMEOUT_S)
+    wait_until_reused(stack, "after-router", HEAL_TIMEOUT_S)
+
+
+@pytest.mark.parametrize("service", ["balancer", "prefill-0", "decode-0"])
+def test_what_there_is_one_of_is_missed_until_it_is_back(stack: ComposeStack, service: str) -> None:
+    """Turns fail with an error, not in silence; then all is healthy and reuses again."""
+    with Load(port(stack), service, clients=1) as load:
+        load.wait_turns(2, timeout_s=HEAL_TIMEOUT_S)
+        stack.kill(service)
+        deadline_s = time.monotonic() + 30
+        while stack.health(service) == "healthy" and time.monotonic() < deadline_s:
+            time.sleep(0.2)
+    stack.wait_healthy(service, *ROUTERS, "balancer", timeout_s=START_TIMEOUT_S)
+    wait_until_reused(stack, f"after-{service}", HEAL_TIMEOUT_S)
