@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import os
 import signal
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from kvturn_router.metrics import FAMILIES
 
 PATH = "/metrics"
 TURNS = "kvturn_router_turns_total"
+IN_FLIGHT = "kvturn_router_turns_in_flight"
 REPORT = {
     "verdict": "reused",
     "prompt_tokens": 48,
@@ -255,14 +257,23 @@ async def pages_of(router: Process, count: int) -> list[MetricsPage]:
 
 
 async def test_whichever_worker_is_asked_tells_of_all():
-    """Three workers: each page has the same turns, by worker; one that is killed leaves its
-    place to the next of its number."""
+    """Three workers: each page has the same turns, by worker. One is killed: the others' pages go
+    on, and the next of its number takes its place."""
     async with workers(3) as fleet:
         served = len(await fleet.serving(3))
         assert served == 3
         turns = len(fleet.decode.turns)
         for page in await pages_of(fleet.router, 12):
-            assert page.labels("kvturn_router_turns_in_flight", "worker") == {"1", "2", "3"}
+            assert page.labels(IN_FLIGHT, "worker") == {"1", "2", "3"}
             assert page.value(TURNS) == turns
+        pids = fleet.pids
+        os.kill(pids[0], signal.SIGKILL)
+        await fleet.until(lambda: pids[0] not in fleet.pids)
+        for page in await pages_of(fleet.router, 6):
+            assert len(page.labels(IN_FLIGHT, "worker")) >= 2
+        await fleet.until(lambda: len(fleet.pids) == 3)
+        await fleet.serving(3)
+        for page in await pages_of(fleet.router, 6):
+            assert page.labels(IN_FLIGHT, "worker") == {"1", "2", "3"}
         fleet.router.process.send_signal(signal.SIGTERM)
         assert (await fleet.router.end())[0] == 0

@@ -62,8 +62,12 @@ class WorkerPages:
 
     async def all(self) -> dict[str, Page]:
         """Returns the pages of all workers by their names."""
-        folder = [] if self._folder is None else sorted(self._folder.iterdir())
-        others = [path for path in folder if path.name != self._name]
+        others: list[Path] = []
+        if self._folder is not None:
+            with contextlib.suppress(OSError):  # somebody tidied it away
+                others = [
+                    path for path in sorted(self._folder.iterdir()) if path.name != self._name
+                ]
         pages = await asyncio.gather(*(self._ask(path) for path in others))
         told = {path.name: page for path, page in zip(others, pages, strict=True) if page}
         return {self._name: self._own(), **told}
