@@ -180,6 +180,15 @@ class Page:
         """Returns the text that is seen of an element."""
         return str(await self.run(f"document.querySelector({json.dumps(selector)}).innerText"))
 
+    async def accessible(self) -> list[tuple[str, str]]:
+        """Returns role and name of all that a screen reader is told of, in order."""
+        nodes = (await self.send("Accessibility.getFullAXTree"))["nodes"]
+        return [
+            (node["role"]["value"], node.get("name", {}).get("value", ""))
+            for node in nodes
+            if not node["ignored"]
+        ]
+
     async def press(self, key: str, code: int) -> None:
         """Presses and lets go a key, by its name and its Windows virtual key code."""
         text = {"Enter": "\r"}.get(key, "")

@@ -16,6 +16,7 @@ from lease_rig import GUARD_S
 
 from kvturn.v1 import common_pb2
 from kvturn_cli import run_state
+from kvturn_cli.__main__ import main
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 
@@ -298,9 +299,12 @@ async def test_an_engine_is_drained_and_taken_up_again(guests: Guests) -> None:
         ["drain", "d"],
     ],
 )
-async def test_without_a_lease_service_a_line_names_address_and_fix(arguments: list[str]) -> None:
+def test_without_a_lease_service_a_line_names_address_and_fix(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Exit code 1, nothing on stdout, no traceback."""
-    done = await kvturn(*arguments, "--timeout=2", KVTURN_OPERATOR_LEASE="127.0.0.1:1")
+    monkeypatch.setenv("KVTURN_OPERATOR_LEASE", "127.0.0.1:1")
+    done = Done(main([*arguments, "--timeout=2"]), *capsys.readouterr())
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith(
         f"kvturn {arguments[0]}: no answer from the lease service at 127.0.0.1:1: "
@@ -327,9 +331,15 @@ async def test_without_a_lease_service_a_line_names_address_and_fix(arguments: l
         (["top"], "needs a terminal"),
     ],
 )
-async def test_what_is_wrong_is_refused_in_a_line(arguments: list[str], words: str) -> None:
+def test_what_is_wrong_is_refused_in_a_line(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Exit code 2, before anybody is asked."""
-    done = await kvturn(*arguments)
+    try:
+        code = main(arguments)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    done = Done(code, *capsys.readouterr())
     assert (done.code, done.out) == (2, "")
     assert words in done.err
     assert done.err.count("\n") == 1

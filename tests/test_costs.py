@@ -12,6 +12,7 @@ from kvturn_router.choice.costs import (
     ENGINES_MAX,
     EXPLORED_FIRST,
     EXPLORED_SHARE,
+    TAUGHT_MIN,
     Costs,
     Estimate,
     Forecast,
@@ -406,3 +407,48 @@ def test_a_fit_stays_positive_and_finite_under_anything():
         assert fit.fixed > 0
         assert fit.each > 0
         assert 0 <= fit.deviation(rng.choice((0.0, 1e6)), now_ns) <= PRIOR_DEVIATION
+
+
+@pytest.mark.parametrize("way", ["pull", "local"])
+@pytest.mark.parametrize("held", [2_000, 6_000])
+def test_what_reuse_saved_is_what_computing_would_have_taken_longer(way, held):
+    """To within a fifth of what computing takes, for ways and sizes that differ."""
+    world = World()
+    costs = taught(world)
+    turn = forecast(costs, held, 1_000)
+    took = world.serve(way, held, 300, (1.0, 1.0))
+    saved_ms = costs.saved_ms(way, turn, took)
+    whole_ms = world.ms("recompute", held, 300)
+    assert saved_ms == pytest.approx(whole_ms - world.ms(way, held, 300), abs=whole_ms / 5)
+    answer = replace(took, decode_ms=took.decode_ms + 1e6, generated_tokens=500)
+    assert costs.saved_ms(way, turn, answer) == pytest.approx(saved_ms, abs=whole_ms / 5)
+
+
+def test_reuse_that_took_longer_than_computing_saved_nothing():
+    """A read that stood in line: 0, which is not negative and is no praise."""
+    world = World()
+    costs = taught(world)
+    turn = forecast(costs, 2_000, 1_000)
+    took = replace(world.serve("pull", 2_000, 300, (1.0, 1.0)), prefill_ms=1e6)
+    assert costs.saved_ms("pull", turn, took) == 0.0
+
+
+def test_nothing_is_said_to_be_saved_that_is_not_known():
+    """Priors tell nothing, nor do two turns; nor is anything saved by computing."""
+    world = World()
+    costs = Costs()
+    turn = forecast(costs, 2_000, 1_000)
+    for number in range(6):
+        for way in ("pull", "local"):
+            took = world.serve(way, 2_000, 300, (1.0, 1.0))
+            known = costs.saved_ms(way, turn, took) is not None
+            assert not known or number >= TAUGHT_MIN
+        # Turns that are alike never show what longer ones take.
+        costs.learn("pull", turn, world.serve("pull", 2_000, 300, (1.0, 1.0)), number * SECOND_NS)
+    costs = taught(world)
+    computed = world.serve("recompute", 2_000, 300, (1.0, 1.0))
+    assert costs.saved_ms("recompute", turn, computed) is None
+    assert costs.saved_ms("pull", turn, computed) is None
+    took = world.serve("pull", 2_000, 300, (1.0, 1.0))
+    assert costs.saved_ms("pull", replace(turn, prefill="another"), took) is None
+    assert costs.saved_ms("pull", turn, replace(took, prompt_tokens=0)) is None

@@ -14,9 +14,12 @@ from router_process import Process
 from stub_engine import GUARD_S, Reply, Seen
 from test_workers import workers
 
+from kvturn.metrics import PageWriter
 from kvturn.tracing import Tracing
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.metrics import FAMILIES
+from kvturn_router.turn.account import Account
+from kvturn_router.turn.counts import Outcome, TurnCounts
 
 PATH = "/metrics"
 TURNS = "kvturn_router_turns_total"
@@ -129,6 +132,17 @@ async def test_a_leg_that_was_sent_again_is_a_retry_and_no_overhead():
         assert page.value("kvturn_router_retries_total", leg="decode") == 0
         assert page.value("kvturn_router_overhead_seconds_count") == 0
         assert page.value(TURNS, verdict="read_failed", outcome="ok") == 1
+
+
+def test_what_reuse_saved_never_falls():
+    """A turn that reuse made slower saved nothing: a counter that falls would look like a reset."""
+    counts = TurnCounts()
+    for saved_ms in (250.0, -90.0, None):
+        counts.over(Account(1, ended_ns=2, saved_ms=saved_ms), Outcome.OK, streamed=True)
+    counts.over(Account(1, ended_ns=2, saved_ms=70.0), Outcome.HUNG_UP, streamed=True)
+    page = PageWriter()
+    counts.write(page)
+    assert page.page["kvturn_router_saved_seconds_total"] == [([], 0.25)]
 
 
 async def test_who_waits_for_room_is_seen_and_how_long():

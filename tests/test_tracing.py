@@ -242,7 +242,7 @@ def test_spans_go_over_http_with_what_the_variables_say(
     """Path, headers, and whose they are."""
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "x-who=me")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "deployment.environment.name=lab")
-    if process == "lease":
+    if process != "router":
         monkeypatch.setenv("OTEL_SERVICE_NAME", "named")
     destination = destination_of(f"http://127.0.0.1:{collector.server_port}", HTTP, {})
     assert destination is not None

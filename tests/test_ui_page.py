@@ -24,6 +24,10 @@ pytestmark = [
     pytest.mark.skipif(EXECUTABLE is None, reason="no Chromium: apt install chromium"),
 ]
 
+TABLE = {"table", "row", "cell", "columnheader", "rowheader"}
+NAMED = {"table", "region", "image", "button", "link", "searchbox"}
+"""Roles of what a screen reader stops at; each needs a name."""
+
 WITH_TRACE = f"""
 import("/ui/views.js").then(({{ conversations, keyOf }}) => {{
   const turn = {{ turn: 2, verdict: "reused", plan: "pull", plan_reason: "", prompt_tokens: 9,
@@ -127,9 +131,8 @@ async def test_engines_verdicts_and_turns_are_seen(browser, width, dark):
         assert "expected: pull 610 ms, local 702 ms, recompute 1801 ms" in turns
         assert await page.run("document.documentElement.scrollWidth") <= width
         assert await page.run(CONTRAST) == []
-        assert await page.run(
-            "[...document.querySelectorAll('svg')].every((bar) => bar.getAttribute('aria-label'))"
-        )
+        assert {role for role, _ in await page.accessible()} >= TABLE
+        assert [role for role, name in await page.accessible() if role in NAMED and not name] == []
         await look(page, f"{width}-{'dark' if dark else 'light'}")
         assert page.problems == []
         assert all(one["url"].startswith(rig.url) for one in page.requests)

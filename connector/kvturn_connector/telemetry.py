@@ -29,7 +29,9 @@ def make_tracing(destination: Destination | None, engine_id: str) -> Tracing:
     """
     exporter = None
     if destination is not None:
-        envelope = Envelope(SERVICE_NAME, {"service.instance.id": engine_id})
+        # OTEL_SERVICE_NAME is vLLM's own.
+        own = {"service.name": SERVICE_NAME, "service.instance.id": engine_id}
+        envelope = Envelope(SERVICE_NAME, own)
         exporter = OtlpExporter(destination, envelope)
     return Tracing(exporter, logger)
 

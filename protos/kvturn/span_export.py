@@ -133,17 +133,17 @@ class SpanQueue:
 class Envelope:
     """What says whose spans they are: a ResourceSpans and its ScopeSpans, without the spans.
 
-    `service` names the process's kind and `more` are further attributes of its
-    resource, where OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES do not say them.
+    `service` names the process's kind, unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES do;
+    `fixed` are attributes of its resource whatever those say.
     """
 
-    def __init__(self, service: str, more: Mapping[str, str] | None = None) -> None:
+    def __init__(self, service: str, fixed: Mapping[str, str] | None = None) -> None:
         said = OTELResourceDetector().detect().attributes
-        own = {"service.name": service, **(more or {})}
+        own = {} if "service.name" in said else {"service.name": service}
         span = ReadableSpan(
             "",
             context=SpanContext(1, 1, is_remote=False),
-            resource=Resource.create({k: v for k, v in own.items() if k not in said}),
+            resource=Resource.create({**own, **(fixed or {})}),
             instrumentation_scope=InstrumentationScope(service),
         )
         # As the library writes it.

@@ -85,17 +85,22 @@ def _named(name: str, kind: int) -> bytes:
     return field(b"\x2a", name.encode()) + b"\x30%c" % kind
 
 
-@functools.lru_cache(_WRITTEN_MAX, typed=True)
 def _attribute(name: str, value: Attribute) -> bytes:
+    if isinstance(value, float):
+        # Hardly ever that of a turn before, and quicker written than looked for.
+        return field(b"\x4a", _name(name) + b"\x12\x09" + _double(0x21, value))
+    return _kept(name, value)
+
+
+@functools.lru_cache(_WRITTEN_MAX, typed=True)
+def _kept(name: str, value: str | bool | int) -> bytes:
     if isinstance(value, str):
         written = field(b"\x0a", value.encode(errors="replace"))
     elif isinstance(value, bool):
         written = b"\x10\x01" if value else b"\x10\x00"
-    elif isinstance(value, int):
+    else:
         # Engines tell some of them, and one that is out of range is no reason to fail.
         written = b"\x18" + varint(min(max(value, 0), _INT64_MAX))
-    else:
-        written = _double(0x21, value)
     return field(b"\x4a", _name(name) + field(b"\x12", written))
 
 

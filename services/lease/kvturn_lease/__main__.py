@@ -38,6 +38,7 @@ from kvturn_lease.telemetry import make_tracing
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvturn.tracing import Tracing
     from kvturn_lease.etcd.config import EtcdConfig
     from kvturn_lease.etcd_store import Fence
 
@@ -103,7 +104,7 @@ async def _serve(config: LeaseConfig) -> None:
     server = LeaseServer(config, servicer, tracing, callers)
     if config.etcd is None:
         servicer.lead(Lessor(config.lessor, new_term(), tally=servicer.tally), MemoryStore())
-    listener = _metrics_listener(config, servicer)
+    listener = _metrics_listener(config, servicer, tracing)
     metrics = "" if listener is None else f", metrics {await _start(listener, config)}"
     port = await server.start()
     print(f"lease service listening on {address_of(config.host, port)}{metrics}", flush=True)
@@ -120,10 +121,12 @@ async def _serve(config: LeaseConfig) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _metrics_listener(config: LeaseConfig, servicer: LeaseServicer) -> MetricsListener | None:
+def _metrics_listener(
+    config: LeaseConfig, servicer: LeaseServicer, tracing: Tracing
+) -> MetricsListener | None:
     if config.metrics_port is None:
         return None
-    metrics = LeaseMetrics(servicer, boottime_ns)
+    metrics = LeaseMetrics(servicer, boottime_ns, tracing.queue)
     return MetricsListener(metrics, config.metrics_host or config.host, config.metrics_port)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvturn.metrics import Page
+    from kvturn.span_export import SpanQueue
     from kvturn_lease.census import Census, Holding
     from kvturn_lease.servicer import LeaseServicer
 
@@ -139,6 +140,13 @@ CALLS: Final = Family(
     "session is one call, counted when it ends.",
     ("method", "answer"),
 )
+SPANS: Final = Family(
+    "kvturn_lease_spans_total",
+    "counter",
+    "Spans by what became of them: sent, or dropped because they did not fit or could not be "
+    "delivered.",
+    ("outcome",),
+)
 STORE_WAITING: Final = Family(
     "kvturn_lease_store_waiting_records", "gauge", "Records that etcd does not have yet."
 )
@@ -185,6 +193,7 @@ FAMILIES: Final = (
     STORE_WAITING,
     STORE_DROPPED,
     STORE_FAILURES,
+    SPANS,
     *process_families(),
 )
 
@@ -192,8 +201,11 @@ FAMILIES: Final = (
 class LeaseMetrics:
     """Looks at one lease service."""
 
-    def __init__(self, servicer: LeaseServicer, clock_ns: Callable[[], int]) -> None:
-        """`clock_ns` is CLOCK_BOOTTIME."""
+    def __init__(
+        self, servicer: LeaseServicer, clock_ns: Callable[[], int], spans: SpanQueue | None = None
+    ) -> None:
+        """`clock_ns` is CLOCK_BOOTTIME, `spans` what waits for a collector, None without one."""
+        self._spans = spans
         self._servicer = servicer
         self._clock_ns = clock_ns
 
@@ -212,6 +224,8 @@ class LeaseMetrics:
         age_ns = 0 if leading is None else now_ns - self._servicer.term_began_ns
         page.put(TERM_AGE, age_ns / _SECOND_NS)
         page.put(STORE_WAITING, 0 if leading is None else leading.store.waiting)
+        page.put(SPANS, 0 if self._spans is None else self._spans.sent, "sent")
+        page.put(SPANS, 0 if self._spans is None else self._spans.dropped, "dropped")
         page.put(ROUTER_SESSIONS, 0 if leading is None else leading.routers.count)
         page.put(TURNS_IN_FLIGHT, 0 if leading is None else leading.routers.turns_in_flight)
         if leading is not None:

@@ -88,6 +88,12 @@ READ_BYTES: Final = Family(
     (),
     _BYTES,
 )
+SAVED: Final = Family(
+    "kvturn_router_saved_seconds_total",
+    "counter",
+    "Time to the first byte that reuse saved served turns, as the cost model estimates it; turns "
+    "that reuse made slower count as nothing saved.",
+)
 RETRIES: Final = Family(
     "kvturn_router_retries_total",
     "counter",
@@ -106,6 +112,7 @@ FAMILIES: Final = (
     QUESTION,
     READ,
     READ_BYTES,
+    SAVED,
     RETRIES,
 )
 
@@ -141,6 +148,7 @@ class TurnCounts:
         self.question = QUESTION.histogram()
         self.read = READ.histogram()
         self.read_bytes = READ_BYTES.histogram()
+        self.saved_s = 0.0
         self.prefill_retries = self.decode_retries = 0
 
     def over(self, account: Account, outcome: Outcome, *, streamed: bool) -> None:
@@ -164,6 +172,8 @@ class TurnCounts:
             _of(self.first_byte, FIRST_BYTE, plan).observe((account.first_byte_ns - began_ns) / _NS)
         if account.prefill_attempts:
             _of(self.prefill, PREFILL, plan).observe(account.prefill_ms / _MS)
+        if account.saved_ms is not None:
+            self.saved_s += max(account.saved_ms, 0.0) / _MS
         if not retried:
             self.overhead.observe(account.overhead_ns() / _NS)
         report = account.answer.report
@@ -198,6 +208,7 @@ class TurnCounts:
         page.put(QUESTION, self.question)
         page.put(READ, self.read)
         page.put(READ_BYTES, self.read_bytes)
+        page.put(SAVED, self.saved_s)
         page.put(RETRIES, self.prefill_retries, "prefill")
         page.put(RETRIES, self.decode_retries, "decode")
 
