@@ -8,6 +8,7 @@ from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
 from kvturn_router.engines.fleet import FLAGS
+from kvturn_router.turn.usage import StreamUsage
 
 ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'
 
@@ -311,6 +312,100 @@ async def test_a_turn_whose_engine_is_gone_waits_for_another_that_is_full(leg):
         # The one whose prefill is done goes on with what prefill holds.
         assert all("kv_transfer_params" in x.json for one in rig.decodes for x in one.turns)
         assert not any(engine.in_flight for engine in rig.server._fleet)
+
+
+@pytest.mark.parametrize("lease_id", ["", "lease-1"])
+async def test_a_turn_whose_prefill_died_with_it_waits_for_another_that_is_full(lease_id):
+    """The other one has room for one and is busy; a lease that may have been read is left out."""
+    done = asyncio.Event()
+    lease = FakeLease()
+    async with router("--max-inflight-per-engine=1", prefills=2, decodes=2, lease=lease) as rig:
+
+        async def slow(seen: Seen, reply: Reply) -> None:
+            await done.wait()
+            await rig.prefill.prefill(seen, reply)
+
+        for engine in rig.prefills:
+            engine.script(CHAT, slow)
+        first = asyncio.create_task(rig.post(turn_body()))
+        await rig.until(lambda: rig.prefills[0].turns or rig.prefills[1].turns)
+        full, dies = rig.prefills if rig.prefills[0].turns else rig.prefills[::-1]
+        dies.script(CHAT, aborting)
+        lease.lease_id = lease_id
+        second = asyncio.create_task(rig.post(turn_body()))
+        await rig.until(lambda: len(rig.server._forwarder.admission.room) == 1)
+        done.set()
+        answers = await asyncio.gather(first, second)
+        assert [answer.status for answer in answers] == [200, 200]
+        assert answers[1].verdict == ("read_failed" if lease_id else "first_turn")
+        # It is healthy and idle, but is not given what it died with; only what is lost on a kept
+        # connection is sent once more.
+        assert len(dies.turns) <= 2
+        told = [seen.json["kv_transfer_params"]["kvturn"] for seen in (dies.turns[0], full.turns[1])]
+        assert [one.get("lease_id", "") for one in told] == [lease_id, ""]
+        assert not any(engine.in_flight for engine in rig.server._fleet)
+
+
+async def test_a_turn_with_which_two_engines_die_is_not_given_to_a_third():
+    """Each dies in turn while the others are full: a request that ends engines ends no third."""
+    async with router("--max-inflight-per-engine=1", prefills=3, decodes=3) as rig:
+        for engine in rig.prefills:
+            engine.script(CHAT, aborting)
+        assert (await rig.post(turn_body())).status == 502
+        assert sum(bool(engine.turns) for engine in rig.prefills) == 2
+
+
+async def test_a_fault_of_the_router_ends_the_turn_it_happens_in(monkeypatch):
+    """The last bytes of a stream cannot be looked at: the client is told, and nobody waits."""
+
+    def feed(self: object, data: bytes) -> bytes:
+        if b"[DONE]" in data:
+            raise RuntimeError("told in the log")
+        return data
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
+        await begun.wait()
+        await reply.end_stream()
+
+    begun = asyncio.Event()
+    monkeypatch.setattr(StreamUsage, "feed", feed)
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        client = await rig.client()
+        await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
+        await client.head()
+        assert await client.piece() is not None
+        begun.set()
+        last = await client.piece()
+        assert last is not None
+        assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == 502
+        assert not any(engine.in_flight for engine in rig.server._fleet)
+
+
+_DEEP = b'{"choices":[],"usage":{"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}}"
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+@pytest.mark.parametrize("stream", [True, False])
+async def test_an_answer_that_is_nested_too_deeply_to_be_read_is_passed_on(leg, stream):
+    """Nothing of it is known; the turn is served all the same."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        if seen.json["stream"]:
+            await reply.begin_stream()
+            await reply.send(b"data: " + _DEEP + b"\n\n")
+            await reply.end_stream()
+        else:
+            await reply.whole(_DEEP)
+
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        engine.script(CHAT, play)
+        answer = await rig.post(turn_body(stream=stream))
+        assert (answer.status, answer.whole) == (200, True)
+        assert (_DEEP in answer.body) is (leg == "decode")
 
 
 async def test_an_engine_that_refuses_by_the_head_alone_spoils_no_later_request():

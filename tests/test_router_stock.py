@@ -1,12 +1,20 @@
 """Reuse with stock engines that stream their own handles (`--stock-reuse`)."""
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from router_harness import Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, StubEngine, chunk, event
+
+from kvturn_router.request.conversation import ConversationKey
+from kvturn_router.turn.sse import EVENT_BYTES_MAX, EventSplitter, event_ends
+from kvturn_router.turn.stock import HANDLE_BYTES_MAX, Handle, HandleBook
+from kvturn_router.verdict import Verdict
 
 PROMPT_IDS = list(range(100, 140))
 REPLY_IDS = [1, 2, 3, 4, 5]
@@ -372,3 +380,115 @@ async def test_without_the_flag_handles_are_left_alone():
             assert (await rig.post(body)).verdict == "not_offered"
         assert all("return_token_ids" not in seen.json for seen in rig.decode.turns)
         assert json.dumps(HANDLE) not in json.dumps([transfer(s) for s in rig.prefill.turns])
+
+
+_LONG = event({"choices": [], "x": "x" * (EVENT_BYTES_MAX + 1)})
+_DEEP = b'data: {"choices":[],"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}\n\n"
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        _LONG,
+        _DEEP,
+        b'data: {"choices":[{"index":0,"delta":{},"finish_reason":"st\xff"}]}\n\n',
+        b'data: {"choices":[],"kv_transfer_params":{"\xff":1}}\n\n',
+        event({"choices": [], "kv_transfer_params": {**HANDLE, "remote_num_tokens": 10**40}}),
+        event({"choices": [], "kv_transfer_params": {**HANDLE, "x": "x" * HANDLE_BYTES_MAX}}),
+    ],
+    ids=["long", "deep", "finish", "name", "count", "handle"],
+)
+async def test_what_cannot_be_read_is_passed_on_and_leaves_no_handle(answered):
+    """The turn is served, and the next one recomputes."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.send(answered)
+        await reply.end_stream()
+
+    async with router("--stock-reuse") as rig:
+        stock(rig)
+        rig.decode.script(CHAT, play)
+        answer = await rig.post(FIRST)
+        assert answer.whole
+        assert answer.body == answered + b"data: [DONE]\n\n"
+        assert (await rig.post(SECOND)).verdict == "not_offered"
+
+
+@pytest.mark.parametrize("ids", [[1, 2, 1 << 70, 4, 5], [1, 2, -3, 4, 5]])
+async def test_ids_that_no_token_has_leave_no_handle(ids):
+    """An engine's, and then a client's: each turn is served."""
+    async with router("--stock-reuse") as rig:
+        played = stock(rig)
+        played.reply_ids = ids
+        assert (await rig.post(FIRST)).whole
+        assert (await rig.post(SECOND)).verdict == "not_offered"
+        played.reply_ids = REPLY_IDS
+        prompt = {"model": "m", "max_tokens": 16, "stream": True, "conversation_id": "p"}
+        first = await rig.post({**prompt, "prompt": PROMPT_IDS}, COMPLETIONS)
+        tokenize(rig.prefill, None)
+        second = await rig.post({**prompt, "prompt": ids * 20}, COMPLETIONS)
+        assert (first.status, second.status, second.verdict) == (200, 200, "not_offered")
+
+
+async def test_a_handle_that_grows_old_before_prefill_is_asked_is_not_used():
+    """The turn took it in time, and then the question after its tokens took too long."""
+    async with router("--stock-reuse", "--stock-ttl-s=400") as rig:
+        stock(rig)
+        await rig.post(FIRST)
+        reuse = rig.server._forwarder.stock
+        now_ns = reuse._clock_ns
+
+        async def late(seen: Seen, reply: Reply) -> None:
+            reuse._clock_ns = lambda: now_ns() + 401 * 10**9
+            await reply.json({"tokens": NEXT_IDS})
+
+        rig.prefill.script("/tokenize", late)
+        assert (await rig.post(SECOND)).verdict == "expired"
+        assert "remote_block_ids" not in transfer(rig.prefill.turns[-1])
+
+
+def test_handles_have_a_limit_in_bytes_and_in_number():
+    """The least recent go first; one that replaces another, and one that is used, make room."""
+    book = HandleBook(handles_max=3, ttl_ns=10, bytes_max=250)
+
+    def keep(name: str, size: int) -> None:
+        transfer = {"x": b"1" * (size - 1)}
+        book.keep(key(name), Handle(transfer, 1, b"", b"", "http://d", 0))
+
+    def key(name: str) -> ConversationKey:
+        return ConversationKey("", "m", name)
+
+    keep("a", 100)
+    keep("b", 100)
+    keep("b", 150)
+    assert len(book) == 2
+    keep("c", 100)
+    assert book.take(key("a"), 0) is Verdict.NO_LEASE
+    assert isinstance(book.take(key("b"), 0), Handle)
+    keep("d", 150)
+    assert len(book) == 2
+    for name in "efg":
+        book.keep(key(name), None)
+    assert len(book) == 3
+    assert book.take(key("g"), 0) is Verdict.NOT_OFFERED
+    keep("h", 251)
+    assert len(book) == 0
+    keep("i", 250)
+    assert isinstance(book.take(key("i"), 0), Handle)
+
+
+@given(st.lists(st.sampled_from([b"data: x", b"\r", b"\n", b"\n\n", b"\r\n\r\n", b":"])), st.data())
+def test_events_are_cut_where_they_end_however_they_are_read(parts, data):
+    """Whole, or in any pieces: the same events, and the same rest."""
+    text = b"".join(parts)
+    places = data.draw(st.lists(st.integers(0, len(text))).map(sorted))
+    cut = EventSplitter()
+    events = [
+        event
+        for start, end in itertools.pairwise([0, *places, len(text)])
+        for event in cut.feed(text[start:end])
+    ]
+    ends = event_ends(text)
+    assert events == [text[start:end] for start, end in itertools.pairwise([0, *ends])]
+    assert cut.rest == text[(ends or [0])[-1] :]

@@ -11,6 +11,7 @@ may be sent again.
 """
 
 import asyncio
+import logging
 import ssl
 from collections.abc import Callable, Sequence
 from typing import Final, cast
@@ -18,6 +19,8 @@ from typing import Final, cast
 import httptools
 
 from kvturn_router.engines.silence import SilenceWatch
+
+logger = logging.getLogger("kvturn.router.engines")
 
 IDLE_S: Final = 4.0
 """Longest idle time after which a connection is used again."""
@@ -197,7 +200,13 @@ class Exchange:
             self._sink = None
             self._connection.watch.discard(self)
         if sink is not None:
-            sink(data, last)
+            try:
+                sink(data, last)
+            except Exception:
+                # Whoever waits for the answer must not wait for ever.
+                logger.exception("an answer could not be passed on")
+                self.ended = False
+                self.fail(EngineFault("the router could not read its answer"))
         elif data:
             self._unread.append(data)
         if last:

@@ -8,7 +8,7 @@ has waited longest for a turn. Sans-IO.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from typing import Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 
 class Loaded(Protocol):
@@ -137,3 +137,15 @@ class Loads(Iterable[E]):
         if number == self._least and self._lines:
             # Nearly always the next number: that of the engine just given a turn.
             self._least = number + 1 if number + 1 in self._lines else min(self._lines)
+
+
+class Others(Generic[E]):
+    """The engines of one role without some of them."""
+
+    def __init__(self, loads: Loads[E], without: Collection[E]) -> None:
+        self._loads = loads
+        self._without = without
+
+    def least(self, tried: Collection[E] = ()) -> E | None:
+        """As `Loads.least`."""
+        return self._loads.least({*self._without, *tried})

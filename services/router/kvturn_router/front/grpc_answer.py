@@ -15,7 +15,7 @@ from kvturn_router.engines.engine_http import Exchange
 from kvturn_router.errors import TurnError
 from kvturn_router.request.conversation import TurnReport
 from kvturn_router.request.spans import find_member
-from kvturn_router.turn.sse import DONE, EventSplitter, payload
+from kvturn_router.turn.sse import DONE, EVENT_BYTES_MAX, EventSplitter, payload
 
 _WAITING_MAX: Final = 64
 """Chunks that may wait for the client before the engine is slowed."""
@@ -158,10 +158,10 @@ class GrpcAnswer:
         try:
             for event in self._splitter.feed(data):
                 self._take(payload(event))
+            if self._splitter.too_long:
+                raise _unreadable(f"an event is longer than {EVENT_BYTES_MAX} bytes")
             if last:
                 self._take(payload(self._splitter.rest))
-        except ValueError as fault:
-            self._error = _unreadable(str(fault))
         except TurnError as error:
             self._error = error
 

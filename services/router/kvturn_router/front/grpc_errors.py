@@ -12,6 +12,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 from kvturn_router.errors import EngineRefusal, TurnError
+from kvturn_router.request.spans import UNREADABLE
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -94,7 +95,7 @@ def _message(error: TurnError) -> str:
         return error.message
     try:
         answer = msgspec.json.decode(error.answer)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (*UNREADABLE, UnicodeDecodeError):
         return error.message
     if isinstance(answer, dict):
         inner = answer.get("error", answer)

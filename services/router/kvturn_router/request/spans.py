@@ -14,6 +14,9 @@ import msgspec
 Span = tuple[int, int]
 """Start and end of a value in the text it was found in."""
 
+UNREADABLE = (msgspec.DecodeError, RecursionError)
+"""What msgspec raises for a text that is no JSON, or is nested too deeply to be read."""
+
 _space = rb"[ \t\r\n]*"
 _name = re.compile(_space + rb"[{,]" + _space + rb'"((?:[^"\\]|\\.)*)"' + _space + rb":" + _space)
 _object_end = re.compile(_space + rb"}" + _space)
@@ -56,7 +59,7 @@ def find_member(text: bytes, span: Span, name: str) -> Span | None:
     """
     try:
         members = _object_decoder.decode(memoryview(text)[span[0] : span[1]])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     if name not in members:
         return None
@@ -68,7 +71,7 @@ def find_items(text: bytes, span: Span) -> Sequence[Span]:
     """Returns where the items of the array at `span` lie; none if it is no array."""
     try:
         items = _array_decoder.decode(memoryview(text)[span[0] : span[1]])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return ()
     spans: list[Span] = []
     position = span[0]

@@ -33,7 +33,7 @@ from kvturn_router.engines.engine_http import (
     SilentFault,
 )
 from kvturn_router.engines.fleet import DECODE, PREFILL, Engine, Fleet, engine_address
-from kvturn_router.engines.loads import Loads
+from kvturn_router.engines.loads import Loads, Others
 from kvturn_router.engines.waiting import NoRoom
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.leases.conversation_book import ConversationBook
@@ -262,6 +262,8 @@ class _Turn:
         self._handle: Handle | None = None
         # Engines on which this turn counts.
         self._held: list[Engine] = []
+        # Prefill engines that died with this turn in hand; it is given to them no more.
+        self._lost: set[Engine] = set()
         # Decode's side of prefill's KV, while prefill still waits for it.
         self._unfetched: tuple[Engine, bytes] | None = None
         self._relay = Relay(request, self._account, sink, forwarder.clock_ns, None)
@@ -415,7 +417,7 @@ class _Turn:
             plan = decide(
                 resolution,
                 TurnSize(self._history.prompt_bytes, self._history.new_bytes),
-                fleet.prefills,
+                Others(fleet.prefills, self._lost) if self._lost else fleet.prefills,
                 fleet.decodes,
                 holder,
                 forwarder.costs,
@@ -427,7 +429,8 @@ class _Turn:
             )
         except NoEngine as error:
             loads = fleet.prefills if error.role == PREFILL else fleet.decodes
-            if any(engine.available for engine in loads):
+            lost = self._lost if error.role == PREFILL else ()
+            if any(engine.available and engine not in lost for engine in loads):
                 raise NoRoom(error.role) from None
             raise no_engine(error.role, fleet.lack(error.role)) from None
         for engine in (plan.prefill, plan.decode):
@@ -499,16 +502,25 @@ class _Turn:
         self,
         engine: Engine,
         fault: EngineFault | EngineRefusal,
-        engines: Loads[Engine],
         tried: set[Engine],
     ) -> Engine | None:
-        """Returns the engine for a leg whose engine died with the request in hand, None if none.
+        """Returns the prefill engine for a turn with which another one died, None if none.
 
-        One other is tried: a request that ends engines must not end them all.
+        One other is tried: a request that ends engines must not end them all. Raises
+        _PrefillsBusyFault if each that it could be has no room.
         """
-        if not isinstance(fault, LostFault) or len(tried) > 0:
+        if not isinstance(fault, LostFault) or self._lost:
             return None
-        return self._another(engine, engines, tried)
+        if not fault.stale:
+            self._lost.add(engine)
+        other = self._another(engine, self._forwarder.fleet.prefills, tried)
+        if other is None and not fault.stale and self._may_line_up():
+            raise _PrefillsBusyFault
+        return other
+
+    def _may_line_up(self) -> bool:
+        prefills = self._forwarder.fleet.prefills
+        return any(one.available and one not in self._lost for one in prefills)
 
     # The prefill leg
 
@@ -521,7 +533,7 @@ class _Turn:
         handle = self._handle if plan.kind is PlanKind.PULL and not lease_id else None
         if handle is not None:
             handle = await self._checked(engine, handle)
-        tried: set[Engine] = set()
+        tried = set(self._lost)
         while True:
             try:
                 await self._prefill_once(engine, lease_id, handle)
@@ -529,7 +541,7 @@ class _Turn:
             except ConnectFault as fault:
                 fleet.refused(engine, str(fault))
                 other = self._another(engine, fleet.prefills, tried)
-                if other is None and any(one.available for one in fleet.prefills):
+                if other is None and self._may_line_up():
                     raise _PrefillsBusyFault from None
                 if other is None:
                     raise no_engine(PREFILL, fleet.lack(PREFILL)) from None
@@ -537,14 +549,15 @@ class _Turn:
             except (EngineFault, EngineRefusal) as fault:
                 self._note_fault(engine, fault)
                 reuses = bool(lease_id or handle)
-                other = self._instead(engine, fault, fleet.prefills, tried)
-                if other is None and not (reuses and _may_recompute(fault)):
-                    raise _told_of(PREFILL, fault) from None
-                engine = other or engine
-                if reuses:
+                if reuses and _may_recompute(fault):
+                    # Also where it waits in line first: the read may have begun.
                     stuck = isinstance(fault, StuckReadFault)
                     account.give_reuse_up(Verdict.READ_TOO_LONG if stuck else Verdict.READ_FAILED)
                     lease_id, handle = "", None
+                other = self._instead(engine, fault, tried)
+                if other is None and not (reuses and _may_recompute(fault)):
+                    raise _told_of(PREFILL, fault) from None
+                engine = other or engine
         self._let_go(engine)
         report = account.answer.report
         if lease_id:
@@ -851,7 +864,7 @@ class _HolderGoneFault(Exception):
 
 
 class _PrefillsBusyFault(Exception):
-    """The engine that was to prefill refused, and those that are left have no room."""
+    """The engine that was to prefill refused or died, and those that are left have no room."""
 
 
 def _give_back(plan: Plan[Engine]) -> None:

@@ -9,6 +9,7 @@ import msgspec
 
 from kvturn_router.request.body import joined
 from kvturn_router.request.conversation import ConversationKey
+from kvturn_router.request.spans import UNREADABLE
 from kvturn_router.verdict import Verdict, verdict_named
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
@@ -109,9 +110,9 @@ def read_answer(body: bytes) -> PrefillAnswer:
     except msgspec.ValidationError:
         try:
             transfer = _unread_usage_decoder.decode(body).kv_transfer_params
-        except msgspec.DecodeError:
+        except UNREADABLE:
             return NOTHING
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return NOTHING
     prompt_tokens, cached = 0, None
     if usage is not None:
@@ -120,7 +121,7 @@ def read_answer(body: bytes) -> PrefillAnswer:
         cached = None if details is None else details.cached_tokens
     try:
         told = _transfer_decoder.decode(transfer)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return PrefillAnswer(None, None, prompt_tokens, cached)
     report = _report_of(told.kvturn)
     if not _names_blocks(told.remote_block_ids):
@@ -146,7 +147,7 @@ def _report_of(value: bytes) -> ReadReport | None:
         return None
     try:
         report = _report_decoder.decode(value)
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
     return ReadReport(
         verdict_named(report.verdict),

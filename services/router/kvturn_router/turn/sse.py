@@ -17,31 +17,50 @@ def event_ends(text: bytes) -> list[int]:
     return [found.end() for found in _end.finditer(text)]
 
 
+_END_BYTES_MAX = 4
+"""Longest blank line that ends an event, with the end of the line before it."""
+
+
 class EventSplitter:
     """Cuts a stream into whole events, however it was cut into reads."""
 
     def __init__(self) -> None:
-        self._rest = b""
+        # Joined when the event ends: each read is looked at once, however long the event is.
+        self._pieces: list[bytes] = []
+        self._size = 0
+        self._tail = b""
 
     @property
     def rest(self) -> bytes:
         """What came after the last whole event."""
-        return self._rest
+        return b"".join(self._pieces)
+
+    @property
+    def too_long(self) -> bool:
+        """Whether an event has grown beyond EVENT_BYTES_MAX."""
+        return self._size > EVENT_BYTES_MAX
 
     def feed(self, data: bytes) -> list[bytes]:
         """Returns the events that `data` completes, each with the blank line that ends it.
 
-        Raises ValueError when an event grows beyond EVENT_BYTES_MAX.
+        Not to be called any more once `too_long`.
         """
-        text = self._rest + data if self._rest else data
         events: list[bytes] = []
         position = 0
-        for end in event_ends(text):
-            events.append(text[position:end])
+        # A blank line may have begun in what came before.
+        for end in event_ends(self._tail + data):
+            end -= len(self._tail)
+            self._pieces.append(data[position:end])
+            events.append(b"".join(self._pieces))
+            self._pieces.clear()
+            self._size = 0
             position = end
-        self._rest = text[position:]
-        if len(self._rest) > EVENT_BYTES_MAX:
-            raise ValueError(f"an event is longer than {EVENT_BYTES_MAX} bytes")
+        rest = data[position:] if position else data
+        if rest:
+            self._pieces.append(rest)
+            self._size += len(rest)
+        self._tail = (b"" if position else self._tail) + rest[1 - _END_BYTES_MAX :]
+        self._tail = self._tail[1 - _END_BYTES_MAX :]
         return events
 
 

@@ -16,14 +16,14 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Annotated, Final, NamedTuple
 
 import msgspec
 
 from kvturn_router.request.body import kind
 from kvturn_router.request.conversation import ConversationKey
 from kvturn_router.request.intake import CHAT, TurnRequest
-from kvturn_router.request.spans import Span, find_items, find_member, replace
+from kvturn_router.request.spans import UNREADABLE, Span, find_items, find_member, replace
 from kvturn_router.turn.sse import EventSplitter, payload_span
 from kvturn_router.verdict import Verdict
 
@@ -53,10 +53,17 @@ _MUST_EQUAL = (
 )
 
 _object_decoder = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ids_decoder = msgspec.json.Decoder(list[int])
+# Beyond that nothing is a token's id.
+_ids_decoder = msgspec.json.Decoder(list[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]])
 
 _HANDLE_NAMES = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_num_tokens")
-_FINISHED = frozenset({"stop", "length", "tool_calls"})
+_FINISHED = frozenset({b'"stop"', b'"length"', b'"tool_calls"'})
+
+HANDLE_BYTES_MAX: Final = 1 << 20
+"""Longest handle that is kept, in bytes of its parameters: block ids of two million tokens."""
+
+HANDLES_BYTES_MAX: Final = 256 << 20
+"""Bytes of all handles at hand; the least recent go first."""
 
 
 class Handle(NamedTuple):
@@ -74,16 +81,25 @@ class Handle(NamedTuple):
     decode: str
     kept_ns: int
 
+    @property
+    def size(self) -> int:
+        """Bytes of its parameters."""
+        return sum(map(len, self.transfer)) + sum(map(len, self.transfer.values()))
+
 
 class HandleBook:
     """The handles at hand, each to be used once; the least recent go first.
 
-    `handles_max` is at least 1; a handle is offered for `ttl_ns` after it came.
+    `handles_max` is at least 1, `bytes_max` the most that all together may have;
+    a handle is offered for `ttl_ns` after it came.
     """
 
-    def __init__(self, *, handles_max: int, ttl_ns: int) -> None:
+    def __init__(
+        self, *, handles_max: int, ttl_ns: int, bytes_max: int = HANDLES_BYTES_MAX
+    ) -> None:
         assert handles_max >= 1
         self._handles_max = handles_max
+        self._bytes_left = bytes_max
         self._ttl_ns = ttl_ns
         # None: the conversation is known, and decode gave no handle for it.
         self._handles: OrderedDict[ConversationKey, Handle | None] = OrderedDict()
@@ -93,23 +109,31 @@ class HandleBook:
 
     def keep(self, key: ConversationKey, handle: Handle | None) -> None:
         """Remembers a turn's handle, or that decode gave none."""
+        self.forget(key)
         self._handles[key] = handle
-        self._handles.move_to_end(key)
-        if len(self._handles) > self._handles_max:
-            self._handles.popitem(last=False)
+        self._bytes_left -= 0 if handle is None else handle.size
+        while len(self._handles) > self._handles_max or self._bytes_left < 0:
+            self.forget(next(iter(self._handles)))
 
     def take(self, key: ConversationKey, now_ns: int) -> Handle | Verdict:
         """Returns the conversation's handle and forgets it, or why there is none."""
         if key not in self._handles:
             return Verdict.NO_LEASE
-        handle = self._handles.pop(key)
+        handle = self._handles[key]
+        self.forget(key)
         if handle is None:
             return Verdict.NOT_OFFERED
-        return handle if now_ns - handle.kept_ns <= self._ttl_ns else Verdict.EXPIRED
+        return handle if self.is_fresh(handle, now_ns) else Verdict.EXPIRED
+
+    def is_fresh(self, handle: Handle, now_ns: int) -> bool:
+        """Tells whether decode surely keeps a handle's blocks still."""
+        return now_ns - handle.kept_ns <= self._ttl_ns
 
     def forget(self, key: ConversationKey) -> bool:
         """Drops a conversation's handle; returns whether there was one."""
-        return self._handles.pop(key, None) is not None
+        handle = self._handles.pop(key, None)
+        self._bytes_left += 0 if handle is None else handle.size
+        return handle is not None
 
 
 def tokens_digest(ids: Iterable[int]) -> bytes:
@@ -167,7 +191,7 @@ def known_prompt_ids(request: TurnRequest) -> list[int] | None:
         return None
     try:
         return _ids_decoder.decode(request.members["prompt"])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 
@@ -186,7 +210,7 @@ def tokens_of(answer: bytes) -> list[int] | None:
 def _ids(text: bytes, span: Span) -> list[int] | None:
     try:
         return _ids_decoder.decode(memoryview(text)[span[0] : span[1]])
-    except msgspec.DecodeError:
+    except UNREADABLE:
         return None
 
 
@@ -195,7 +219,8 @@ class StockTap:
 
     Token ids that only the router asked for are set back to null, and events
     that exist only because of them are left out, so that the client sees what
-    it would have seen without the router's asking.
+    it would have seen without the router's asking. What cannot be looked at goes to
+    the client as it is, and there is no handle then.
     """
 
     def __init__(self, request: TurnRequest) -> None:
@@ -205,16 +230,23 @@ class StockTap:
         self._prompt_ids: list[int] | None = None
         self._reply_ids: list[int] = []
         self._transfer: Mapping[str, bytes] | None = None
-        self._finish: str | None = None
+        self._finish = b""
+        self._unread = False
         self.saw_handle = False
 
     def feed(self, data: bytes) -> bytes:
         """Takes the next bytes of a stream; returns what may go to the client."""
-        return b"".join(self._seen(event) for event in self._splitter.feed(data))
+        if self._splitter.too_long:
+            return data
+        seen = [self._seen(event) for event in self._splitter.feed(data)]
+        if self._splitter.too_long:
+            self._unread = True
+            seen.append(self._splitter.rest)
+        return b"".join(seen)
 
     def finish(self) -> bytes:
         """Returns what is left when the stream ends."""
-        return self._splitter.rest
+        return b"" if self._splitter.too_long else self._splitter.rest
 
     def answer(self, body: bytes) -> bytes:
         """Takes a whole answer; returns what may go to the client."""
@@ -224,6 +256,8 @@ class StockTap:
     def handle(self, decode: str, now_ns: int) -> Handle | None:
         """Returns the handle to keep, None if the answer does not allow reuse."""
         if self._transfer is None or self._prompt_ids is None or self._finish not in _FINISHED:
+            return None
+        if self._unread:
             return None
         tokens = self._count()
         held = self._prompt_ids + self._reply_ids
@@ -259,7 +293,7 @@ class StockTap:
             self._note_ids(text, choice, "token_ids", changes)
             finish = find_member(text, choice, "finish_reason")
             if finish is not None and text[finish[0] : finish[0] + 1] == b'"':
-                self._finish = msgspec.json.decode(text[finish[0] : finish[1]], type=str)
+                self._finish = text[finish[0] : finish[1]]
             elif self._strip and changes:
                 only_ids = _is_empty_delta(text, choice)
         return changes, only_ids
@@ -269,7 +303,12 @@ class StockTap:
         if found is None or text[found[0] : found[0] + 1] != b"{":
             return
         self.saw_handle = True
-        members = _object_decoder.decode(text[found[0] : found[1]])
+        if found[1] - found[0] > HANDLE_BYTES_MAX:
+            return
+        try:
+            members = _object_decoder.decode(text[found[0] : found[1]])
+        except UNREADABLE:
+            return
         if all(name in members for name in _HANDLE_NAMES):
             self._transfer = {name: bytes(value) for name, value in members.items()}
 
@@ -277,10 +316,12 @@ class StockTap:
         self, text: bytes, span: Span, name: str, changes: list[tuple[Span, bytes]]
     ) -> None:
         found = find_member(text, span, name)
-        ids = None if found is None else _ids(text, found)
-        if found is None or ids is None:
+        if found is None or text[found[0] : found[1]] == b"null":
             return
-        if name == "prompt_token_ids":
+        ids = _ids(text, found)
+        if ids is None:
+            self._unread = True
+        elif name == "prompt_token_ids":
             self._prompt_ids = ids
         else:
             self._reply_ids += ids

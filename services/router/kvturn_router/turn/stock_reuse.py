@@ -84,7 +84,10 @@ class StockReuse:
             ids = await self._prompt_ids(engine, request, span)
         if ids is None:
             return Verdict.NOT_OFFERED
-        return None if begins_with(ids, handle) else Verdict.PREFIX_MISMATCH
+        if not begins_with(ids, handle):
+            return Verdict.PREFIX_MISMATCH
+        # It was fresh when the turn came, which may have waited in line since.
+        return None if self._handles.is_fresh(handle, self._clock_ns()) else Verdict.EXPIRED
 
     async def _prompt_ids(
         self, engine: Engine, request: TurnRequest, span: Span
