@@ -341,7 +341,8 @@ async def test_a_turn_whose_prefill_died_with_it_waits_for_another_that_is_full(
         # It is healthy and idle, but is not given what it died with; only what is lost on a kept
         # connection is sent once more.
         assert len(dies.turns) <= 2
-        told = [seen.json["kv_transfer_params"]["kvturn"] for seen in (dies.turns[0], full.turns[1])]
+        asked = (dies.turns[0], full.turns[1])
+        told = [seen.json["kv_transfer_params"]["kvturn"] for seen in asked]
         assert [one.get("lease_id", "") for one in told] == [lease_id, ""]
         assert not any(engine.in_flight for engine in rig.server._fleet)
 

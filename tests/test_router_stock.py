@@ -6,8 +6,6 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from router_harness import Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen, StubEngine, chunk, event
 
@@ -478,17 +476,18 @@ def test_handles_have_a_limit_in_bytes_and_in_number():
     assert isinstance(book.take(key("i"), 0), Handle)
 
 
-@given(st.lists(st.sampled_from([b"data: x", b"\r", b"\n", b"\n\n", b"\r\n\r\n", b":"])), st.data())
-def test_events_are_cut_where_they_end_however_they_are_read(parts, data):
-    """Whole, or in any pieces: the same events, and the same rest."""
-    text = b"".join(parts)
-    places = data.draw(st.lists(st.integers(0, len(text))).map(sorted))
-    cut = EventSplitter()
-    events = [
-        event
-        for start, end in itertools.pairwise([0, *places, len(text)])
-        for event in cut.feed(text[start:end])
-    ]
-    ends = event_ends(text)
-    assert events == [text[start:end] for start, end in itertools.pairwise([0, *ends])]
-    assert cut.rest == text[(ends or [0])[-1] :]
+def test_events_are_cut_where_they_end_however_they_are_read():
+    """Whole, in any two pieces, or byte by byte: the same events, and the same rest."""
+    for parts in itertools.product((b"data: x", b"\r", b"\n", b"\r\n\r\n"), repeat=4):
+        text = b"".join(parts)
+        ends = [0, *event_ends(text)]
+        whole = [text[start:end] for start, end in itertools.pairwise(ends)]
+        every = range(len(text) + 1)
+        for places in (*([0, place, len(text)] for place in every), every):
+            cut = EventSplitter()
+            events = [
+                event
+                for start, end in itertools.pairwise(places)
+                for event in cut.feed(text[start:end])
+            ]
+            assert (events, cut.rest) == (whole, text[ends[-1] :])

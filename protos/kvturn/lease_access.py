@@ -68,9 +68,10 @@ def lease_access(
     tls: TlsFiles, token_file: Path | None = None, token_setting: str = ""
 ) -> LeaseAccess:
     """Returns access by files; `ca` turns TLS on. Raises FileFault."""
-    cert_setting, _, ca_setting = tls.settings
+    cert_setting, key_setting, ca_setting = tls.settings
     if tls.ca is None and tls.paths:
-        raise FileFault(f"{cert_setting} needs {ca_setting}, the authorities of the lease service")
+        given = key_setting if tls.cert is None else cert_setting
+        raise FileFault(f"{given} needs {ca_setting}, the authorities of the lease service")
     return LeaseAccess(
         None if tls.ca is None else ClientTls(tls),
         None if token_file is None else _watched_token(token_setting, token_file),

@@ -53,7 +53,8 @@ class ServerTls:
     def __init__(self, files: TlsFiles) -> None:
         """Raises FileFault for files with which TLS could never come about."""
         if files.cert is None:
-            raise FileFault(f"{files.settings[2]} needs {files.settings[0]}, the listener's own")
+            given = files.settings[1 if files.key is not None else 2]
+            raise FileFault(f"{given} needs {files.settings[0]}, the listener's own")
         self.files = files
         self._context = Watched(files.paths, lambda: _server_context(files))
         self._pem = Watched(files.paths, lambda: _read(files))

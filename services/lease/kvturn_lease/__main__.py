@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.spelling import stray_variables
 from kvturn.watched import warn_of_open_secrets
@@ -98,6 +99,7 @@ async def _serve(config: LeaseConfig) -> None:
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+    on_hangup(lambda: loop.call_soon_threadsafe(stop.set))
     tracing = make_tracing(config.traces)
     callers = callers_of(config)
     servicer = LeaseServicer(config, None, None, boottime_ns, tracing, callers)

@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 import uvloop
 
+from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
@@ -163,9 +164,14 @@ def _stop_on_signals() -> asyncio.Event:
     """Returns an event that SIGTERM and SIGINT set, however often they come."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def set_stop(*_: object) -> None:
+        loop.call_soon_threadsafe(stop.set)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
-        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+        signal.signal(number, set_stop)
+    on_hangup(set_stop)
     return stop
 
 

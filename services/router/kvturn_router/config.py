@@ -27,6 +27,7 @@ from kvturn_router.telemetry.sampling import Sampler, sampler_of
 _VARIABLE: Final = "KVTURN_ROUTER_"
 _HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 _TRACE_URL: Final = re.compile(r"https?://[\x21-\x7e]{1,2000}")
+_SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
 TRACE_ID: Final = "{trace_id}"
 """What stands for a turn's trace in --trace-url."""
@@ -199,7 +200,17 @@ def _headers(text: str) -> tuple[str, ...]:
     names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
     if not all(_HEADER_NAME.fullmatch(name) for name in names):
         raise ValueError("must be names of headers with commas between")
+    secret = next((name for name in names if name in _SECRET_HEADERS), None)
+    if secret is not None:
+        raise ValueError(f"must not name {secret}, which holds a secret: it would be told on")
     return names
+
+
+def _header(text: str) -> str:
+    names = _headers(text)
+    if len(names) != 1:
+        raise ValueError("must be the name of one header")
+    return names[0]
 
 
 def _switch(text: str) -> bool:
@@ -296,7 +307,7 @@ _FLAGS: Final = (
         "fewest tokens that are read, not computed; else as costs say",
     ),
     _Flag("holder-margin", _whole(0, 1_000_000), 8, "N", "requests that a holder may have more"),
-    _Flag("tenant-header", _text, None, "NAME", "header that names the tenant"),
+    _Flag("tenant-header", _header, None, "NAME", "header that names the tenant"),
     _Flag("session-headers", _headers, SESSION_HEADERS, "NAME,...", "agents' session headers"),
     _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
     _Flag("api-keys-file", _file, None, "FILE", "API keys of clients, a line each: KEY [TENANT]"),
@@ -426,7 +437,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
             pull_tokens_min=values["pull_min_tokens"],
             holder_margin=values["holder_margin"],
         ),
-        tenant_header=values["tenant_header"] and values["tenant_header"].lower(),
+        tenant_header=values["tenant_header"],
         session_headers=values["session_headers"],
         engine_authorization=values["engine_api_key_file"],
         api_keys_file=values["api_keys_file"],

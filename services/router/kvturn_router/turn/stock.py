@@ -231,22 +231,26 @@ class StockTap:
         self._reply_ids: list[int] = []
         self._transfer: Mapping[str, bytes] | None = None
         self._finish = b""
+        # Whether an event is too long to be looked at; from it on, nothing is.
+        self._overrun = False
+        # Whether there was anything that could not be read.
         self._unread = False
         self.saw_handle = False
 
     def feed(self, data: bytes) -> bytes:
         """Takes the next bytes of a stream; returns what may go to the client."""
-        if self._splitter.too_long:
+        if self._overrun:
             return data
         seen = [self._seen(event) for event in self._splitter.feed(data)]
-        if self._splitter.too_long:
+        self._overrun = self._splitter.too_long
+        if self._overrun:
             self._unread = True
             seen.append(self._splitter.rest)
         return b"".join(seen)
 
     def finish(self) -> bytes:
         """Returns what is left when the stream ends."""
-        return b"" if self._splitter.too_long else self._splitter.rest
+        return b"" if self._overrun else self._splitter.rest
 
     def answer(self, body: bytes) -> bytes:
         """Takes a whole answer; returns what may go to the client."""
