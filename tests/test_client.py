@@ -189,6 +189,18 @@ async def test_leaving_a_conversation_ends_it(how):
             await rig.decode.turns[0].gone.wait()
 
 
+async def test_a_conversation_may_outlive_its_client():
+    """The program closes the client first: turns are refused, and leaving raises nothing."""
+    async with router(lease=FakeLease()) as rig, contextlib.AsyncExitStack() as left:
+        async with dial(rig) as own:
+            conversation = await left.enter_async_context(own.conversation("m", "c1"))
+            await conversation.complete(messages=[QUESTION])
+        with pytest.raises(RouterError, match="the client was closed before"):
+            await conversation.complete(messages=[QUESTION])
+        with pytest.raises(RouterError, match="the client was closed before"):
+            conversation.chat(messages=[QUESTION])
+
+
 async def test_a_conversation_can_be_left_for_somebody_else():
     """`end=False`: nothing is ended, and its turns can be read by its id."""
     async with talking(lease=FakeLease()) as (rig, own):

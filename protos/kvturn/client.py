@@ -240,6 +240,10 @@ class RouterClient:
             yield
         except grpc.aio.AioRpcError as error:
             raise self._error(error) from None
+        except grpc.aio.UsageError:
+            # Not gRPC's own: it would take the place of the error that ended the program's work.
+            message = "the client was closed before"
+            raise RouterError(message, status=499, code=grpc.StatusCode.CANCELLED) from None
 
     def _error(self, error: grpc.aio.AioRpcError) -> RouterError:
         said = _router_error(error)
@@ -301,11 +305,13 @@ class Conversation:
 
     def chat(self, *, timeout_s: float | None = None, **body: Any) -> ChatStream:
         """Asks for a turn, as `complete`, and returns the stream of its chunks."""
-        call = self._client.stub.Chat(
-            router_pb2.ChatRequest(**self._request(body)),
-            timeout=self._turn_timeout_s if timeout_s is None else timeout_s,
-            metadata=self._client.metadata,
-        )
+        request = router_pb2.ChatRequest(**self._request(body))
+        with self._client.errors():
+            call = self._client.stub.Chat(
+                request,
+                timeout=self._turn_timeout_s if timeout_s is None else timeout_s,
+                metadata=self._client.metadata,
+            )
         return ChatStream(self, call)
 
     async def away(self, absence_s: float) -> float:
