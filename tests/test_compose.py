@@ -109,7 +109,7 @@ def test_every_service_is_confined(name: str, service: dict[str, Any]) -> None:
 def test_every_service_tells_its_health_and_is_started_again(
     name: str, service: dict[str, Any]
 ) -> None:
-    """All but the one that only prepares. Its check has time to answer on a busy machine."""
+    """All but the one that only makes secrets. Its check has time to answer on a busy machine."""
     if name == "init":
         assert service["restart"] == "no"
         return
@@ -125,6 +125,22 @@ def test_ports_are_published_on_one_address() -> None:
     for name, service in whole_services():
         for port in service.get("ports", []):
             assert port.startswith(settings()["BIND_ADDRESS"] + ":"), f"{name}: {port}"
+
+
+def test_volumes_keep_the_owner_that_init_gives_them() -> None:
+    """Of a volume that init mounts, no other image's folder may become the owner.
+
+    Where all containers are made before any is started, the last one made would have its say.
+    """
+    services = dict(whole_services())
+    layer = services_of(FOLDER / "compose.etcd3.yaml")
+    mounted = [*services.pop("init")["volumes"], *layer["init"]["volumes"]]
+    given = {text.split(":")[0] for text in mounted}
+    for name, service in services.items():
+        for text in service.get("volumes", []):
+            source, _, rest = text.partition(":")
+            if source in given and not rest.startswith("/run/kvturn:ro"):
+                assert rest.endswith(":nocopy"), f"{name}: {text}"
 
 
 def test_nothing_waits_for_a_service_that_a_profile_leaves_out() -> None:
@@ -226,7 +242,7 @@ def test_secrets_are_made_once_and_admitted(tmp_path: Path) -> None:
     """Run twice, the script changes nothing; every role's token is among those taken."""
     for name in ("lease", "engine", "router", "operator", "grafana", "etcd-1", "prometheus"):
         (tmp_path / name).mkdir()
-    script = FOLDER / "images" / "prepare"
+    script = FOLDER / "images" / "make-secrets"
     subprocess.run([script, tmp_path], check=True)
     made = {file: file.read_text() for file in tmp_path.rglob("*") if file.is_file()}
     assert len({text.strip() for text in made.values()}) == 6, "secrets differ, tokens come twice"

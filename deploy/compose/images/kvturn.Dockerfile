@@ -31,12 +31,12 @@ RUN --mount=type=secret,id=index.env --mount=type=secret,id=ca.pem \
     ./protos ./services/lease ./services/router ./connector ./cli
 
 FROM ${PYTHON_IMAGE}
-# A named volume takes its owner from the folder of the image on which it is first mounted.
+# A volume takes its owner from the folder that it is first mounted on, unless that says nocopy.
 RUN for folder in lease router engine operator etcd-1 etcd-2 etcd-3 prometheus grafana gpu-cache; do \
         mkdir -p -m 700 "/var/lib/kvturn/$folder" || exit; \
     done && chown -R 10001:10001 /var/lib/kvturn
 COPY --from=build /opt/kvturn /opt/kvturn
-COPY deploy/compose/images/prepare /usr/local/bin/
+COPY deploy/compose/images/make-secrets /usr/local/bin/
 ENV PATH=/opt/kvturn/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 ENTRYPOINT ["kvturn"]
