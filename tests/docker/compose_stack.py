@@ -101,10 +101,6 @@ class ComposeStack:
         """Returns what a service printed."""
         return self.compose("logs", "--no-color", service)
 
-    def start(self, *services: str) -> None:
-        """Starts containers that were made, whatever they depend on, as the engine does at boot."""
-        self.engine.run("start", *(self.container(name) for name in services))
-
     def kill(self, service: str) -> int:
         """Ends a service's process as the kernel would, and returns its pid.
 
