@@ -13,6 +13,9 @@ MODEL = "smollm2-135m-instruct"
 PROSE = "The river ran past the old mill, and the miller counted the sacks of grain. " * 12
 TIMEOUT_S = 120
 
+LONG_TOKENS = 200
+"""An answer worth reading: prefill's own cache holds the prompt, and below 64 tokens computes."""
+
 Message = dict[str, str]
 
 
@@ -46,9 +49,10 @@ class Client:
     _connection: http.client.HTTPConnection | None = None
 
     def turn(self, words: str, tokens: int = 8) -> Turn:
-        """Holds one streamed turn. Raises TurnFailed."""
+        """Holds one streamed turn whose answer has that many tokens. Raises TurnFailed."""
         asked = [*self.messages, {"role": "user", "content": words}]
         body = {"model": MODEL, "messages": asked, "max_tokens": tokens, "stream": True}
+        body["ignore_eos"] = True
         headers = {"Content-Type": "application/json", "X-Conversation-Id": self.conversation_id}
         if self._connection is None:
             self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
