@@ -79,8 +79,8 @@ class KvturnConnector(NixlPullConnector):
                 self.connector_worker = KvturnWorker(vllm_config, self.engine_id, kv_cache_config)
 
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        """Hands decode the pool whose blocks it holds."""
-        if isinstance(self.connector_scheduler, DecodeScheduler):
+        """Hands the scheduler side the pool: the memory there is, whose blocks decode holds."""
+        if isinstance(self.connector_scheduler, LeasedScheduler):
             self.connector_scheduler.bind_gpu_block_pool(gpu_block_pool)
 
     def build_connector_worker_meta(self) -> KvturnWorkerMetadata | None:
@@ -129,9 +129,7 @@ class KvturnConnector(NixlPullConnector):
         scheduler: PrefillScheduler | DecodeScheduler | None = None
 
         def memory() -> lease_pb2.KvMemory:
-            if isinstance(scheduler, DecodeScheduler):
-                return scheduler.kv_memory()
-            return lease_pb2.KvMemory()
+            return lease_pb2.KvMemory() if scheduler is None else scheduler.kv_memory()
 
         client = self._client = LeaseClient(
             config,

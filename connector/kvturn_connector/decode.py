@@ -128,7 +128,6 @@ class DecodeScheduler(LeasedScheduler):
         plain_attention: bool,
     ) -> None:
         super().__init__(vllm_config, engine_id, kv_cache_config, config, client, plain_attention)
-        self._pool: BlockPool | None = None
         self._step = 0
         self._numbers = 0
         self._held: dict[int, Held] = {}
@@ -152,7 +151,7 @@ class DecodeScheduler(LeasedScheduler):
         vLLM resets the pool before it tells the connector, and the reset fails while blocks are
         held: what is retained is given up first, so that the next try succeeds.
         """
-        self._pool = pool
+        super().bind_gpu_block_pool(pool)
         reset = pool.reset_prefix_cache
 
         def give_up_and_reset() -> bool:
@@ -163,14 +162,10 @@ class DecodeScheduler(LeasedScheduler):
         pool.reset_prefix_cache = give_up_and_reset
 
     def kv_memory(self) -> lease_pb2.KvMemory:
-        """The engine's KV memory now. Called by the lease client's thread; reads counters only."""
-        if self._pool is None:
-            return lease_pb2.KvMemory()
-        return lease_pb2.KvMemory(
-            total_blocks=self._pool.num_gpu_blocks - 1,  # One is vLLM's null block.
-            free_blocks=self._pool.get_num_free_blocks(),
-            retained_blocks=self._retained_blocks,
-        )
+        """As of every engine, with what is retained."""
+        memory = super().kv_memory()
+        memory.retained_blocks = self._retained_blocks
+        return memory
 
     def on_new_request(self, request: Request) -> None:
         """Notes what the request will need, and gives way to it."""

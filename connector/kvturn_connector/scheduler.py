@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     NixlPullConnectorScheduler,
 )
 
+from kvturn.v1 import lease_pb2
 from kvturn_connector.handle import sane_params
 from kvturn_connector.metrics import KvturnStats
 from kvturn_connector.tally import SESSION_UP
@@ -15,6 +16,7 @@ from kvturn_connector.tally import SESSION_UP
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -46,8 +48,22 @@ class LeasedScheduler(NixlPullConnectorScheduler):
         self._ranks: int = vllm_config.parallel_config.world_size
         self._stats = KvturnStats()
         self._told_up: bool | None = None
+        self._pool: BlockPool | None = None
         self._local_tokens: dict[str, int] = {}
         """Tokens found in the engine's own prefix cache, by request, until it finishes."""
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Learns the engine's KV memory."""
+        self._pool = pool
+
+    def kv_memory(self) -> lease_pb2.KvMemory:
+        """The engine's KV memory now. Called by the lease client's thread; reads counters only."""
+        if self._pool is None:
+            return lease_pb2.KvMemory()
+        return lease_pb2.KvMemory(
+            total_blocks=self._pool.num_gpu_blocks - 1,  # One is vLLM's null block.
+            free_blocks=self._pool.get_num_free_blocks(),
+        )
 
     def on_new_request(self, request: Request) -> None:
         """As stock's, after what the request says has been made sane."""

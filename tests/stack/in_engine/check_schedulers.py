@@ -179,8 +179,7 @@ def check_no_request_can_raise_in_the_scheduler_thread() -> None:
             pool = BlockPool(POOL_BLOCKS + 1, True, BLOCK_SIZE)
             one = request("r", 4, copy.deepcopy(params))
             tested = scheduler(side, Client())
-            if hasattr(tested, "bind_gpu_block_pool"):
-                tested.bind_gpu_block_pool(pool)
+            tested.bind_gpu_block_pool(pool)
             tested.on_new_request(one)
             tokens, waits = tested.get_num_new_matched_tokens(one, 0)
             assert (tokens, waits) == (0, False), f"{side.__name__} would read under {params}"
@@ -391,6 +390,24 @@ def check_pressure_shows_in_trace_and_metrics() -> None:
     assert value("kvturn_connector_releases_total", ended) == 1
     assert value("kvturn_connector_given_up_total", {"engine": "0", "outlook": "idle"}) == 1
     assert stats.reduce()["kvturn given up idle"] == 1
+
+
+def check_every_side_tells_its_memory() -> None:
+    """What requests hold is active on prefill too; what is retained is told by decode."""
+    for side in ROLES:
+        pool = BlockPool(POOL_BLOCKS + 1, True, BLOCK_SIZE)
+        tested = scheduler(side, Client())
+        assert tested.kv_memory().total_blocks == 0, "there is a pool before vLLM has made it"
+        tested.bind_gpu_block_pool(pool)
+        one = request("r", 4, None)
+        tested.on_new_request(one)
+        allocated(pool, tested, one, 4)
+        told = tested.kv_memory()
+        assert (told.total_blocks, told.free_blocks) == (POOL_BLOCKS, POOL_BLOCKS - 4)
+        assert told.retained_blocks == 0
+    _, decode, _ = retaining(POOL_BLOCKS, (40,))
+    told = decode.kv_memory()
+    assert (told.free_blocks, told.retained_blocks) == (POOL_BLOCKS - 40, 40)
 
 
 def check_cache_reset_gives_retentions_up_and_then_succeeds() -> None:

@@ -173,7 +173,7 @@ export function conversations(answer, view) {
   if (!all.length) return [el("p", {}, "No conversation is known yet."), firstTurn()];
   const wanted = view.filter.trim().toLowerCase();
   const shown = all.filter((one) => !wanted || haystack(one).includes(wanted));
-  const several = answer.all_tenants && all.some((one) => one.tenant);
+  const several = new Set(all.map((one) => one.tenant)).size > 1;
   const known = answer.total > all.length ? `the latest ${count(all.length)} of ${count(answer.total)}` : plural(all.length, "conversation");
   const whose = answer.all_tenants ? "" : " of your tenant";
   const rows = shown.map((one) => conversationRow(one, several, view)).flat();
