@@ -38,6 +38,7 @@ from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_cli.ports import HOST, pick_free
 from kvturn_connector.lease_client import Question
 from kvturn_connector.reader import Answer as ReadAnswer
+from kvturn_connector.reader import End
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Sequence
@@ -171,7 +172,7 @@ class Prefill(StubEngine):
         common = answer.common_tokens
         outcome = lease_pb2.READ_OUTCOME_COMPLETED if common else lease_pb2.READ_OUTCOME_NOT_READ
         end = lease_pb2.EndReadRequest(lease_id=lease_id, outcome=outcome, reused_tokens=common)
-        client.end_read(end, "", 0)
+        client.end_read(End(end))
         whole = common == answer.retention.token_count
         verdict = ("reused" if whole else "partial_prefix") if common else "prefix_mismatch"
         return {"verdict": verdict, "reused_tokens": common}

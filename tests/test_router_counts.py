@@ -72,7 +72,9 @@ async def loads(rig: Rig) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", ["pull", "local", "auto"])
-async def test_turns_that_go_wrong_leave_nothing_behind(plan: str) -> None:
+async def test_turns_that_go_wrong_leave_nothing_behind(
+    plan: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """Engines fail, answers of the lease service stay away, clients leave, wherever a turn is."""
     chance = random.Random(plan)
     lease = FakeLease(lease_id="i.1.1")
@@ -97,6 +99,7 @@ async def test_turns_that_go_wrong_leave_nothing_behind(plan: str) -> None:
         async with asyncio.timeout(GUARD_S):
             while any(await loads(rig)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
+    assert "a fault of the router" not in caplog.text
 
 
 @pytest.mark.parametrize("odd", [-1, 1 << 31, 1 << 63, 1 << 70, 1e300, None, "7"], ids=str)
@@ -106,7 +109,7 @@ async def test_numbers_that_nothing_counts_to_spoil_no_turn(leased, odd):
     report = {"verdict": "reused", "prompt_tokens": 48, "reused_tokens": 30, "local_tokens": 0}
     report |= {"read_ms": 1.0, "read_bytes": 5}
     lease, recording = FakeLease() if leased else None, Recording()
-    async with router(lease=lease, telemetry=recording.telemetry) as rig:
+    async with router(lease=lease, tracing=recording.tracing) as rig:
         answer, usage = rig.prefill.prefill_answer(), rig.decode.usage()
 
         async def turn(**answers: Any) -> None:

@@ -391,9 +391,11 @@ class ClientConnection(asyncio.Protocol):
             self.close()
 
     def send(self, data: bytes) -> None:
-        """Sends bytes of an answer."""
-        if self._transport is not None:
-            self._transport.write(data)
+        """Sends bytes of an answer, unless the client is gone."""
+        transport = self._transport
+        # Between a broken connection and the loop's word of it, uvloop refuses to write.
+        if transport is not None and not transport.is_closing():
+            transport.write(data)
 
     def take_flow(self, flow: Flow | None) -> None:
         """Names what to pause while the client does not read."""
