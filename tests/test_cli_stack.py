@@ -266,6 +266,7 @@ def test_an_engine_s_command_line_loads_our_connector_on_loopback() -> None:
     assert flags["--host"] == "127.0.0.1"
     assert flags["--port"] == "8200"
     assert flags["--max-model-len"] == "4096"
+    assert flags["--otlp-traces-endpoint"] == "http://127.0.0.1:4317"
     assert command[-2:] == ["--max-num-seqs", "4"]
     assert "--no-enable-prefix-caching" not in command
     assert flags["--distributed-executor-backend"].endswith("UniProcExecutor")

@@ -131,6 +131,8 @@ def engine_command(
     command += ["--enforce-eager", "--dtype", "bfloat16"]
     command += ["--max-model-len", str(settings.max_model_len), "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", connector_json(engine, port, settings)]
+    if settings.otlp_endpoint:
+        command += ["--otlp-traces-endpoint", settings.otlp_endpoint]
     if "--tensor-parallel-size" not in engine.args:
         command += ["--distributed-executor-backend", ONE_PROCESS]
     if not engine.prefix_caching:
@@ -161,5 +163,6 @@ def engine_environment(
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "OTEL_SERVICE_NAME": f"vllm-{engine.name}",
     }
     return process_environment({**variables, **engine.env})

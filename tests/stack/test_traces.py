@@ -1,0 +1,100 @@
+"""One trace per turn, through all processes, on real engines."""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from prose import document
+from test_life_of_a_turn import chat, spans, wait_until
+
+if TYPE_CHECKING:
+    from kvturn_cli.stack import Stack
+
+CONVERSATIONS = 4
+CANARY = "xylophone"
+PARENTS = {
+    "resolve": {"turn"},
+    "BeginTurn": {"resolve"},
+    "plan": {"turn"},
+    "prefill": {"turn"},
+    "decode": {"turn"},
+    "begin_read": {"prefill"},
+    "BeginRead": {"begin_read"},
+    "kv_read": {"prefill"},
+    "EndRead": {"kv_read"},
+    "grant": {"decode"},
+    "Grant": {"grant"},
+    "llm_request": {"prefill", "decode"},
+}
+"""Of each span of a turn that read, what it lies under."""
+
+
+def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack) -> None:
+    """vLLM's own spans included; each under its leg, none in another turn's trace."""
+
+    def hold(number: int) -> list[str]:
+        name = f"traces-{number}"
+        messages = [{"role": "user", "content": f"{document(name)}\nWhat is a {CANARY}?"}]
+        traces = []
+        for _ in range(2):
+            traces.append(os.urandom(16).hex())
+            parent = f"00-{traces[-1]}-{os.urandom(8).hex()}-01"
+            reply, _ = chat(stack, name, messages, traceparent=parent)
+            messages += [
+                {"role": "assistant", "content": reply},
+                {"role": "user", "content": "And who plays it?"},
+            ]
+        return traces
+
+    with ThreadPoolExecutor(CONVERSATIONS) as threads:
+        held = list(threads.map(hold, range(CONVERSATIONS)))
+    wanted = sorted([*PARENTS, "turn", "llm_request"])
+
+    def names(trace: str) -> list[str]:
+        return sorted(span["name"] for span in spans(stack) if span["traceId"] == trace)
+
+    wait_until(lambda: all(names(second) == wanted for _, second in held), f"spans {wanted}")
+    found = spans(stack)
+    ids = [span["spanId"] for span in found]
+    assert len(ids) == len(set(ids)), "two spans have the same id"
+    turns = {span["traceId"]: span for span in found if span["name"] == "turn"}
+    for number, (first, second) in enumerate(held):
+        mine = {span["spanId"]: span for span in found if span["traceId"] == second}
+        for span in mine.values():
+            if span["name"] != "turn":
+                assert mine[span["parentSpanId"]]["name"] in PARENTS[span["name"]], span["name"]
+        legs = [
+            mine[span["parentSpanId"]]["name"]
+            for span in mine.values()
+            if span["name"] == "llm_request"
+        ]
+        assert sorted(legs) == ["decode", "prefill"]
+        (link,) = turns[second]["links"]
+        assert (link["traceId"], link["spanId"]) == (first, turns[first]["spanId"])
+        told = {each["key"]: each["value"] for each in turns[second]["attributes"]}
+        assert told["gen_ai.conversation.id"] == {"stringValue": f"traces-{number}"}
+        (read,) = [span for span in mine.values() if span["name"] == "kv_read"]
+        said = {each["key"]: each["value"] for each in read["attributes"]}
+        for name in ("kvturn.read_bytes", "kvturn.read_blocks"):
+            assert int(said[name]["intValue"]) > 0
+        assert said["kvturn.read_bytes_per_s"]["doubleValue"] > 0
+    assert CANARY not in stack.trace_file.read_text(), "prompt text in a span"
+
+
+def test_a_turn_that_is_not_sampled_is_in_no_processs_spans(stack: Stack) -> None:
+    """The client's decision holds for router, lease service, connectors and vLLM."""
+    name = "unsampled"
+    messages = [{"role": "user", "content": document(name)}]
+    before = os.urandom(16).hex()
+    chat(stack, name, messages, traceparent=f"00-{before}-{os.urandom(8).hex()}-00")
+    after = os.urandom(16).hex()
+    chat(stack, "sampled", messages, traceparent=f"00-{after}-{os.urandom(8).hex()}-01")
+
+    def named(trace: str) -> set[str]:
+        return {span["name"] for span in spans(stack) if span["traceId"] == trace}
+
+    wait_until(lambda: {"llm_request", "Grant"} <= named(after), "the later turn's spans")
+    assert named(before) == set()
+    assert name not in stack.trace_file.read_text()
