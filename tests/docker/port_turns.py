@@ -13,6 +13,7 @@ MODEL = "smollm2-135m-instruct"
 PROSE = "The river ran past the old mill, and the miller counted the sacks of grain. " * 12
 TIMEOUT_S = 120
 
+STORY = "Write a long story about a miller, his mill by the river, and the winter of the flood."
 LONG_TOKENS = 200
 """An answer worth reading: prefill's own cache holds the prompt, and below 64 tokens computes."""
 
@@ -48,11 +49,18 @@ class Client:
     messages: list[Message] = field(default_factory=list)
     _connection: http.client.HTTPConnection | None = None
 
+    def story(self) -> Turn:
+        """Holds a turn with a long answer, in words that no other conversation begins with.
+
+        Prefill's own cache would hold those, and what it holds is not read.
+        """
+        return self.turn(f"{self.conversation_id}: {STORY}", LONG_TOKENS)
+
     def turn(self, words: str, tokens: int = 8) -> Turn:
-        """Holds one streamed turn whose answer has that many tokens. Raises TurnFailed."""
+        """Holds one streamed turn whose answer has at most that many tokens. Raises TurnFailed."""
         asked = [*self.messages, {"role": "user", "content": words}]
         body = {"model": MODEL, "messages": asked, "max_tokens": tokens, "stream": True}
-        body["ignore_eos"] = True
+        body["temperature"] = 0
         headers = {"Content-Type": "application/json", "X-Conversation-Id": self.conversation_id}
         if self._connection is None:
             self._connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)

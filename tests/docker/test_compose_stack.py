@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 from compose_stack import ComposeStack
-from port_turns import LONG_TOKENS, MODEL, PROSE, Client, Load
+from port_turns import MODEL, Client, Load
 
 from kvturn.client import connect
 from kvturn_cli.ports import pick_free
@@ -86,7 +86,7 @@ def wait_until_reused(stack: ComposeStack, name: str, timeout_s: float) -> None:
     while True:
         number += 1
         client = Client(port(stack), f"{name}-{number}")
-        client.turn(PROSE, LONG_TOKENS)
+        client.story()
         second = client.turn("And then?")
         if second.reused_tokens > 0:
             return
@@ -121,10 +121,10 @@ def test_up_finds_nothing_to_do(stack: ComposeStack) -> None:
 def test_the_second_turn_reuses_the_first(stack: ComposeStack) -> None:
     """Through the one port, with traces of every part at the receiver."""
     client = Client(port(stack), "trip-42")
-    first = client.turn(PROSE, LONG_TOKENS)
+    first = client.story()
     assert first.verdict == "first_turn"
     second = client.turn("And then?")
-    assert second.verdict == "reused"
+    assert second.verdict in ("reused", "partial_prefix")
     assert second.reused_tokens > 64
     services: set[str] = set()
     deadline_s = time.monotonic() + 30
