@@ -26,6 +26,7 @@ from kvturn_cli.engine import (
     EngineConfig,
     EngineSettings,
     connector_json,
+    data_type,
     engine_command,
     engine_environment,
 )
@@ -318,3 +319,22 @@ def test_an_engine_s_environment_keeps_traffic_on_loopback(monkeypatch: pytest.M
     assert environment["HF_HUB_OFFLINE"] == environment["DO_NOT_TRACK"] == "1"
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "2"
     assert environment["OMP_NUM_THREADS"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("cpu_info", "wanted"),
+    [
+        ("flags\t\t: fpu sse avx2 avx512f avx512_bf16\n", "bfloat16"),
+        ("flags\t\t: fpu sse avx2\n", "float32"),
+        ("Features\t: fp asimd\n", "bfloat16"),
+        (None, "bfloat16"),
+    ],
+)
+def test_engines_compute_in_the_type_that_the_processor_is_fast_with(
+    tmp_path: Path, cpu_info: str | None, wanted: str
+) -> None:
+    """AVX-512 on x86; elsewhere, and where nothing is told, vLLM's own choice for the model."""
+    file = tmp_path / "cpuinfo"
+    if cpu_info is not None:
+        file.write_text(cpu_info)
+    assert data_type(file) == wanted

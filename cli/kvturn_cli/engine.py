@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,6 +118,19 @@ def connector_json(engine: EngineConfig, port: int, settings: EngineSettings) ->
     return json.dumps(config)
 
 
+def data_type(cpu_info: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the type of weights and KV with which this processor computes fastest.
+
+    vLLM's bfloat16 kernels need AVX-512 on x86; without it they fall back to ones that took six
+    times as long as float32 (SmolLM2-135M, 500 tokens on an EPYC with AVX2 alone: 13.6 s, 2.2 s).
+    """
+    try:
+        flags = re.search(r"^flags\s*:(.*)$", cpu_info.read_text(), re.MULTILINE)
+    except OSError:
+        return "bfloat16"
+    return "float32" if flags and "avx512f" not in flags[1].split() else "bfloat16"
+
+
 def engine_command(
     python: Path, engine: EngineConfig, port: int, settings: EngineSettings
 ) -> list[str]:
@@ -128,7 +142,7 @@ def engine_command(
     command = [str(python), "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", str(settings.model), "--served-model-name", settings.served_model_name]
     command += ["--host", "127.0.0.1", "--port", str(port)]
-    command += ["--enforce-eager", "--dtype", "bfloat16"]
+    command += ["--enforce-eager", "--dtype", data_type()]
     command += ["--max-model-len", str(settings.max_model_len), "--enable-prompt-tokens-details"]
     command += ["--kv-transfer-config", connector_json(engine, port, settings)]
     if settings.otlp_endpoint:

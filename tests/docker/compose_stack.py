@@ -12,6 +12,8 @@ from typing import Any
 
 from docker_engine import ROOT, DockerEngine
 
+from kvturn_cli.engine import data_type
+
 FOLDER = ROOT / "deploy" / "compose"
 FILES = ("compose.yaml",)
 
@@ -30,6 +32,7 @@ class ComposeStack:
         self.environment = {
             **engine.environment,
             **variables,
+            "CPU_DTYPE": data_type(),
             "COMPOSE_PROJECT_NAME": project,
             "PATH": f"{Path(engine.client).parent}:{os.environ['PATH']}",
         }

@@ -14,7 +14,7 @@ from lease_rig import LeaseProcess
 from routers import FOUND, router
 
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
-from kvturn_cli.engine import process_environment
+from kvturn_cli.engine import data_type, process_environment
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -70,7 +70,7 @@ def test_a_healthy_system_is_in_order_and_its_second_turn_reuses(stack: Stack) -
     assert second["reused_tokens"] + second["local_tokens"] > 0.5 * second["prompt_tokens"]
     assert first["ttft_ms"] > 0 < second["ttft_ms"]
     assert second["details_told"]
-    assert "bfloat16 on 3 engines" in seen["alike.dtype"]
+    assert f"{data_type()} on 3 engines" in seen["alike.dtype"]
     assert seen["transfer.backends"].startswith("equal: UCX: ")
     assert "decode-0" in seen["reach.side_channel"]
     assert "took an empty export over gRPC" in seen["traces.collector"]
