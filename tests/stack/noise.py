@@ -14,7 +14,7 @@ PAIRS = 8
 MARGIN = 1.25
 """The largest of a few draws understates the largest of many."""
 LEAST = 0.05
-"""With float32 there is hardly any; one wrong token of KV lies far above."""
+"""Bound where rounding makes less; planted wrong KV must stand out of it by the same factor."""
 
 
 def measured_noise(stack: Stack) -> float:
