@@ -89,9 +89,13 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
     async def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: Any
     ) -> trace_service_pb2.ExportTraceServiceResponse:
-        """Answers when the line is in the file; RESOURCE_EXHAUSTED when it cannot be written."""
+        """Answers when the line is in the file; RESOURCE_EXHAUSTED when it cannot be written.
+
+        A request without spans, with which a collector is tried, gives no line.
+        """
         try:
-            self._file.write(json_line(request))
+            if request.resource_spans:
+                self._file.write(json_line(request))
         except OSError as error:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
         return trace_service_pb2.ExportTraceServiceResponse()
