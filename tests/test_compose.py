@@ -185,6 +185,37 @@ def test_turns_have_time_to_end(service: str) -> None:
     assert int(parsed[service]["stop_grace_period"].rstrip("s")) > own_s
 
 
+def test_engines_trace_to_the_collector_under_names_of_their_own() -> None:
+    """A turn's trace has vLLM's spans, and they go where the connector's go."""
+    services = services_of(FOLDER / "compose.yaml")
+    engines = {name: service for name, service in services.items() if "profiles" in service}
+    assert len(engines) == 4
+    for name, service in engines.items():
+        flags = dict(text.split("=", 1) for text in service["command"] if "=" in text)
+        extra = json.loads(flags["--kv-transfer-config"])["kv_connector_extra_config"]
+        assert flags["--otlp-traces-endpoint"] == extra["kvturn_otlp_endpoint"]
+        own = name.removesuffix("-gpu")
+        assert service["environment"]["OTEL_SERVICE_NAME"] == f"vllm-{own}"
+
+
+def test_prometheus_asks_every_service_that_has_metrics() -> None:
+    """Each target is a service of the stack; HAProxy has its page where it is asked for."""
+    file = FOLDER / "observability" / "prometheus" / "prometheus.yml"
+    jobs = {job["job_name"]: job for job in yaml.safe_load(file.read_text())["scrape_configs"]}
+    asked = {
+        target
+        for job in jobs.values()
+        for group in job.get("static_configs", ())
+        for target in group["targets"]
+    }
+    services = services_of(FOLDER / "compose.yaml")
+    assert {target.split(":")[0] for target in asked} - {"localhost"} <= services.keys()
+    assert jobs["haproxy"]["static_configs"] == [{"targets": ["balancer:8404"]}]
+    balancer = (FOLDER / "balancer" / "haproxy.cfg").read_text()
+    assert "bind :8404" in balancer
+    assert "use-service prometheus-exporter if { path /metrics }" in balancer
+
+
 @pytest.mark.parametrize(
     ("service", "role"),
     [

@@ -128,7 +128,9 @@ def test_the_second_turn_reuses_the_first(stack: ComposeStack) -> None:
     assert second.reused_tokens > 64
     services: set[str] = set()
     deadline_s = time.monotonic() + 30
-    while not {"kvturn-router", "kvturn-connector"} <= services:
+    parts = {"kvturn-router", "kvturn-lease", "kvturn-connector"}
+    wanted = parts | {f"vllm-{name}" for name in ENGINES}
+    while not wanted <= services:
         assert time.monotonic() < deadline_s, f"traces only of {services}"
         services = traced(stack.inside("otel-collector", "cat", "/dev/shm/traces.jsonl"))
 
