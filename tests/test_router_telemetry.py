@@ -104,6 +104,7 @@ async def test_a_turn_is_one_trace_across_all_processes():
             "http.response.status_code": 200,
             "gen_ai.conversation.id": "c1",
             "gen_ai.request.model": "m",
+            "gen_ai.response.model": "m",
             "gen_ai.usage.cache_read.input_tokens": 40,
             "gen_ai.usage.input_tokens": 48,
             "gen_ai.usage.output_tokens": 5,

@@ -2,17 +2,19 @@
 
 import json
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stub_engine import event
 
 from kvturn_router.turn.sse import EventSplitter
-from kvturn_router.turn.usage import StreamUsage, with_cached_tokens
+from kvturn_router.turn.usage import RESPONSE_USAGE, StreamUsage, passed_on
 
 
 def usage(cached: int | None) -> dict[str, object]:
     details = {"cached_tokens": cached, "multimodal_tokens": None}
     return {
+        "model": "m",
         "choices": [],
         "usage": {
             "prompt_tokens": 48,
@@ -54,7 +56,7 @@ def test_the_number_is_replaced_however_the_stream_is_cut(cuts):
         # Only an event that may hold the number is ever held back.
         assert len(out) >= min(position, len(b"".join(PLAIN[:2])))
     assert out + stream.finish() == wanted
-    assert stream.tokens == (48, 2, 32)
+    assert stream.tokens == (48, 2, 32, "m")
 
 
 def test_a_stream_of_decode_alone_is_read_and_not_changed():
@@ -63,7 +65,7 @@ def test_a_stream_of_decode_alone_is_read_and_not_changed():
     stream = StreamUsage(None)
     out = b"".join(stream.feed(sent[start : start + 50]) for start in range(0, len(sent), 50))
     assert out + stream.finish() == sent
-    assert stream.tokens == (48, 2, 48)
+    assert stream.tokens == (48, 2, 48, "m")
 
 
 def test_streams_with_carriage_returns_are_understood():
@@ -82,9 +84,29 @@ def test_an_unfinished_event_that_holds_the_number_comes_out_at_the_end():
 def test_a_whole_answer_keeps_its_form():
     """Spacing and the order of members stay; only the number differs."""
     answer = json.dumps({"id": "x"} | usage(48), indent=2).encode()
-    assert with_cached_tokens(answer, 7) == answer.replace(
-        b'"cached_tokens": 48', b'"cached_tokens": 7'
-    )
+    passed, said = passed_on(answer, 7)
+    assert passed == answer.replace(b'"cached_tokens": 48', b'"cached_tokens": 7')
+    assert said == (48, 2, 7, "m")
+    assert passed_on(answer, None) == (answer, (48, 2, 48, "m"))
+
+
+def test_a_model_is_told_where_the_usage_is() -> None:
+    """Of an answer at its top, of an event of the Responses API in its response."""
+    counts = {"input_tokens": 48, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 48}}
+    response = {"id": "resp_1", "model": "m-lora", "usage": counts}
+    _, said = passed_on(json.dumps(response).encode(), 7, RESPONSE_USAGE)
+    assert said == (48, 2, 7, "m-lora")
+    stream = StreamUsage(7, RESPONSE_USAGE)
+    stream.feed(event({"type": "response.completed", "response": response, "model": "another"}))
+    assert stream.tokens == (48, 2, 7, "m-lora")
+
+
+@pytest.mark.parametrize("model", ["7", "null", '["m"]', '"%s"' % ("x" * 600), '{"a":1}'])
+def test_a_model_that_is_no_name_is_none(model: str) -> None:
+    """The tokens are known all the same."""
+    counts = '{"prompt_tokens": 4, "completion_tokens": 2}'
+    answer = b'{"model": %b, "usage": %b}' % (model.encode(), counts.encode())
+    assert passed_on(answer, 7) == (answer, (4, 2, None, ""))
 
 
 def test_what_the_engine_did_not_send_is_not_added():
@@ -98,7 +120,7 @@ def test_what_the_engine_did_not_send_is_not_added():
         b"not json",
         b"",
     ):
-        assert with_cached_tokens(answer, 7) == answer
+        assert passed_on(answer, 7)[0] == answer
 
 
 @settings(max_examples=100, deadline=None)

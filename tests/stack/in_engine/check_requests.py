@@ -43,8 +43,7 @@ from kvturn_router.request.responses import (  # noqa: E402
 from kvturn_router.turn.usage import (  # noqa: E402
     RESPONSE_USAGE,
     StreamUsage,
-    usage_of,
-    with_cached_tokens,
+    passed_on,
 )
 
 CHAT = ("/v1/chat/completions", ChatCompletionRequest, CHAT_FIELDS)
@@ -206,20 +205,21 @@ def check_a_response_has_the_id_that_the_router_chose() -> None:
 
 def check_usage_is_where_the_router_looks_for_it() -> None:
     whole = made_response().model_dump_json().encode()
-    usage = usage_of(with_cached_tokens(whole, 30, RESPONSE_USAGE), RESPONSE_USAGE)
-    assert usage == (48, 9, 30)
+    _, usage = passed_on(whole, 30, RESPONSE_USAGE)
+    assert usage == (48, 9, 30, "m")
     event = ResponseCompletedEvent(
         type="response.completed", sequence_number=1, response=made_response()
     )
     stream = StreamUsage(30, RESPONSE_USAGE)
     text = event.model_dump_json(indent=None, by_alias=True)
     stream.feed(f"event: {event.type}\ndata: {text}\n\n".encode())
-    assert stream.tokens == (48, 9, 30)
+    assert stream.tokens == (48, 9, 30, "m")
     details = PromptTokenUsageInfo(cached_tokens=48)
     chat = UsageInfo(prompt_tokens=48, total_tokens=57, completion_tokens=9)
     chat.prompt_tokens_details = details
     answer = b'{"usage":' + chat.model_dump_json().encode() + b"}"
-    assert usage_of(with_cached_tokens(answer, 30)) == (48, 9, 30)
+    _, usage = passed_on(answer, 30)
+    assert usage == (48, 9, 30, "")
 
 
 if __name__ == "__main__":

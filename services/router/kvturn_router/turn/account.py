@@ -189,6 +189,8 @@ class Account(msgspec.Struct):
             attributes[TIME_TO_FIRST_CHUNK] = report.first_byte_ms / 1000
         if self.usage is not None:
             attributes["gen_ai.usage.output_tokens"] = self.usage.completion_tokens
+            if self.usage.model:
+                attributes["gen_ai.response.model"] = self.usage.model
             if self.usage.cached_tokens is not None:
                 attributes["gen_ai.usage.cache_read.input_tokens"] = self.usage.cached_tokens
         return attributes

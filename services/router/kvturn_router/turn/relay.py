@@ -21,8 +21,7 @@ from kvturn_router.turn.usage import (
     COMPLETION_USAGE,
     RESPONSE_USAGE,
     StreamUsage,
-    usage_of,
-    with_cached_tokens,
+    passed_on,
 )
 
 
@@ -92,10 +91,7 @@ class Relay:
         self._account.first_byte_ns = self._clock_ns()
         if self.tap is not None:
             body = self.tap.answer(body)
-        cached = self._account.not_computed
-        if cached is not None:
-            body = with_cached_tokens(body, cached, self._shape)
-        self._account.usage = usage_of(body, self._shape)
+        body, self._account.usage = passed_on(body, self._account.not_computed, self._shape)
         self._start(exchange, len(body), None)
         self._sink.write(body, True)
 

@@ -7,9 +7,12 @@ of the prompt, so neither computed the smaller of their counts: that is what the
 member says, where decode sent it. Every other byte stays. Nothing here does I/O.
 """
 
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-from kvturn_router.request.spans import Span, find_member, replace
+import msgspec
+
+from kvturn_router.request.spans import UNREADABLE, Span, find_member, find_members, replace
 from kvturn_router.turn.sse import event_ends, payload_span
 
 
@@ -48,53 +51,64 @@ RESPONSE_USAGE: Final = UsageShape(
 
 
 class Usage(NamedTuple):
-    """What an answer says of its tokens; `cached_tokens` is None if it says nothing of them."""
+    """What an answer says of its tokens; `cached_tokens` is None if it says nothing of them.
+
+    `model` is the one that it names as its own, "" if none.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int | None
+    model: str = ""
 
 
 _DIGITS_MAX = 9
 """Longest number of tokens that is read as one."""
 
+_MODEL_BYTES_MAX = 512
+"""Longest name of a model that is read as one, as it is written."""
+
 _UNFINISHED_MAX = 1 << 20
 """Longest unfinished event that is remembered while its end is awaited, in bytes."""
 
-
-def with_cached_tokens(
-    answer: bytes, cached_tokens: int, shape: UsageShape = COMPLETION_USAGE
-) -> bytes:
-    """Returns a JSON answer whose cached_tokens are at most so many, if it has that member."""
-    usage = _member(answer, (0, len(answer)), shape.whole)
-    return answer if usage is None else _replaced(answer, usage, cached_tokens, shape)
+_text_decoder = msgspec.json.Decoder(str)
 
 
-def _replaced(text: bytes, usage: Span, cached_tokens: int | None, shape: UsageShape) -> bytes:
-    if cached_tokens is None:
-        return text
-    found = _member(text, usage, (shape.details, "cached_tokens"))
-    given = _number(text, found)
-    if found is None or given is None or given <= cached_tokens:
-        return text
-    return replace(text, [(found, b"%d" % cached_tokens)])
+def passed_on(
+    answer: bytes, cached_tokens: int | None, shape: UsageShape = COMPLETION_USAGE
+) -> tuple[bytes, Usage | None]:
+    """Returns a JSON answer whose cached_tokens are at most so many, and what it says then.
+
+    None changes nothing. What it does not say is not added.
+    """
+    return _at_most(answer, (0, len(answer)), shape.whole, cached_tokens, shape)
 
 
-def usage_of(answer: bytes, shape: UsageShape = COMPLETION_USAGE) -> Usage | None:
-    """Returns what a JSON answer says of its tokens, None if it says nothing."""
-    usage = _member(answer, (0, len(answer)), shape.whole)
-    return None if usage is None else _usage_at(answer, usage, shape)
+def _at_most(
+    text: bytes, span: Span, path: tuple[str, ...], cached_tokens: int | None, shape: UsageShape
+) -> tuple[bytes, Usage | None]:
+    """Does what `passed_on` says to the object at `span`, whose usage `path` leads to."""
+    *holders, name = path
+    holder = _member(text, span, holders)
+    if holder is None:
+        return text, None
+    usage, model = find_members(text, holder, (name, "model"))
+    if usage is None:
+        return text, None
+    *counts, details = find_members(text, usage, (*shape.counts, shape.details))
+    prompt, completion = (_number(text, count) for count in counts)
+    cached = None if details is None else find_member(text, details, "cached_tokens")
+    number = _number(text, cached)
+    said = None
+    if prompt is not None and completion is not None:
+        said = Usage(prompt, completion, number, _text(text, model))
+    if cached is None or number is None or cached_tokens is None or number <= cached_tokens:
+        return text, said
+    text = replace(text, [(cached, b"%d" % cached_tokens)])
+    return text, said and said._replace(cached_tokens=cached_tokens)
 
 
-def _usage_at(text: bytes, usage: Span, shape: UsageShape) -> Usage | None:
-    prompt, completion = (_number(text, find_member(text, usage, name)) for name in shape.counts)
-    if prompt is None or completion is None:
-        return None
-    cached = _number(text, _member(text, usage, (shape.details, "cached_tokens")))
-    return Usage(prompt, completion, cached)
-
-
-def _member(text: bytes, span: Span, names: tuple[str, ...]) -> Span | None:
+def _member(text: bytes, span: Span, names: Sequence[str]) -> Span | None:
     found: Span | None = span
     for name in names:
         if found is None:
@@ -106,6 +120,15 @@ def _member(text: bytes, span: Span, names: tuple[str, ...]) -> Span | None:
 def _number(text: bytes, span: Span | None) -> int | None:
     digits = b"" if span is None else text[span[0] : span[1]]
     return int(digits) if len(digits) <= _DIGITS_MAX and digits.isdigit() else None
+
+
+def _text(text: bytes, span: Span | None) -> str:
+    if span is None or span[1] - span[0] > _MODEL_BYTES_MAX:
+        return ""
+    try:
+        return _text_decoder.decode(text[span[0] : span[1]])
+    except UNREADABLE:
+        return ""
 
 
 class StreamUsage:
@@ -160,11 +183,8 @@ class StreamUsage:
 
     def _rewritten(self, event: bytes) -> bytes:
         span = payload_span(event) if self._mark in event else None
-        usage = None if span is None else _member(event, span, self._shape.event)
-        if usage is None:
+        if span is None:
             return event
-        rewritten = _replaced(event, usage, self._cached_tokens, self._shape)
-        grown = len(rewritten) - len(event)
-        said = _usage_at(rewritten, (usage[0], usage[1] + grown), self._shape)
+        rewritten, said = _at_most(event, span, self._shape.event, self._cached_tokens, self._shape)
         self.tokens = said or self.tokens
         return rewritten
