@@ -75,10 +75,12 @@ def phases(scale: Scale) -> list[Phase]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One phase: what the client saw, the router's CPU time per turn, and what others took."""
+    """One phase: what the client saw, the router's CPU time per turn, how much of it was the
+    kernel's, and what others took."""
 
     loaded: Loaded
     cpu_us: float
+    kernel_us: float
     foreign: float
 
 
@@ -100,9 +102,10 @@ def measure(
         foreign = Foreign()
         before, nodes_before_s = nodes.stats(), nodes.program.cpu_s()
         spans = spans_exported() if router.traced else 0
-        router_s = program.cpu_s() if program else 0.0
+        router_s, kernel_s = (program.cpu_s(), program.kernel_s()) if program else (0.0, 0.0)
         loaded = load(to, phase.load)
-        router_s = program.cpu_s() - router_s if program else 0.0
+        if program:
+            router_s, kernel_s = program.cpu_s() - router_s, program.kernel_s() - kernel_s
         own_s = router_s + loaded.client_cpu_s + nodes.program.cpu_s() - nodes_before_s
         share = 0.0 if phase.hot else foreign.share(own_s)
     after = nodes.stats()
@@ -117,7 +120,7 @@ def measure(
         traced = (spans_exported() - spans) / SPANS_A_TURN
         if traced < loaded.good:
             raise BenchError(f"{router.name}, {phase.name}: {traced} of {loaded.good} were traced")
-    return Measured(loaded, router_s / loaded.good * 1e6, share)
+    return Measured(loaded, router_s / loaded.good * 1e6, kernel_s / loaded.good * 1e6, share)
 
 
 def memory(program: Program, to: Sequence[str], nodes: Nodes, scale: Scale) -> float:

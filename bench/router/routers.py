@@ -153,6 +153,11 @@ def _kvturn(port: int, nodes: Nodes) -> list[str]:
     return [sys.executable, "-m", "kvturn_router", f"--port={port}", "--no-grpc", *engines]
 
 
+def _relay(port: int, nodes: Nodes) -> list[str]:
+    ports = (port, nodes.prefills[0], nodes.decodes[0])
+    return [sys.executable, "-m", "bench.router.relay", *map(str, ports)]
+
+
 def _vllm_router(port: int, nodes: Nodes) -> list[str]:
     return [
         str(ENVS / "vllm-router" / "bin" / "vllm-router"),
@@ -219,6 +224,11 @@ def routers(example_proxy: Path | None) -> list[Router]:
             "vLLM 0.33's disagg_proxy_multiturn.py (FastAPI, httpx)",
             example,
             needs=source,
+        ),
+        Router(
+            "least relay",
+            "no router: what even the least one in Python must do between two engines (relay.py)",
+            _relay,
         ),
         Router("none", "the client itself calls prefill, then decode", None),
     ]
