@@ -3,12 +3,15 @@
 SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
-# Tests that need no engine wait a lot: several run side by side. Engines take all cores.
-SIDE_BY_SIDE := -n auto --maxprocesses 4 --dist worksteal
+# Tests that need no engine wait most of the time: more run side by side than there are cores.
+SIDE_BY_SIDE := -n 4 --dist worksteal
 BENCH_ARGS ?=
 MINUTES ?= 30
 BENCH_OUT ?= bench/policy
 SIM_ARGS ?=
+
+# Where this is set, each of the many processes that tests start compiles all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo up down test test-fast test-docker test-all sim fuzz lint type check-protos proto lock bench-lease bench-router bench-local bench-policy bench-engine clean
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Mapping
 
 import pytest
@@ -12,6 +13,10 @@ from kvturn_cli import ports
 # Tests start processes while gRPC's threads run. Its fork handlers are of no use to a child that
 # becomes another program at once, and now and then they kill it ("next_worker->state == KICKED").
 os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "0"
+
+# Where this is set, each of the many processes that tests start compiles all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Side by side with others, a test may not find a port free that another has just found, too.
 _RANGES = 8
