@@ -7,7 +7,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from kvturn.otlp import GRPC, destination_of
-from kvturn.span_export import Envelope
+from kvturn.otlp_export import Envelope
 from kvturn.tracing import Tracing
 from kvturn_router.telemetry.turn_trace import make_tracing
 

@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from recorded_spans import Recording, told
 
-from kvturn import span_export
+from kvturn import otlp_export, span_export
 from kvturn.otlp import GRPC, HTTP, PROTOCOLS, Destination, WrongSetting, destination_of
 from kvturn.span_wire import SERVER
 from kvturn.trace_context import trace_context
@@ -178,7 +178,7 @@ def test_a_collector_that_does_not_answer_costs_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Down or a black hole: spans go nowhere, nobody waits, and the end comes on time."""
-    monkeypatch.setattr(span_export, "EXPORT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(otlp_export, "EXPORT_TIMEOUT_S", 0.1)
     monkeypatch.setattr(span_export, "_DELAY_S", 0.01)
     port = blackhole if silent else 1
     destination = destination_of(f"http://127.0.0.1:{port}", protocol, {})

@@ -2,7 +2,6 @@
 
 import importlib
 import sys
-from importlib.metadata import version
 
 from kvturn.spelling import meant
 
@@ -32,6 +31,8 @@ def main(argv: list[str] | None = None) -> int:
         print(usage())
         return 0 if args else 2
     if args[0] == "--version":
+        from importlib.metadata import version  # Takes longer to import than all else here.
+
         print(f"kvturn {version('kvturn')}")
         return 0
     if args[0] not in COMMANDS:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from kvturn.span_export import Envelope, OtlpExporter
 from kvturn.tracing import Tracing
 
 if TYPE_CHECKING:
@@ -29,6 +28,8 @@ def make_tracing(destination: Destination | None, engine_id: str) -> Tracing:
     """
     exporter = None
     if destination is not None:
+        from kvturn.otlp_export import Envelope, OtlpExporter
+
         # OTEL_SERVICE_NAME is vLLM's own.
         own = {"service.name": SERVICE_NAME, "service.instance.id": engine_id}
         envelope = Envelope(SERVICE_NAME, own)

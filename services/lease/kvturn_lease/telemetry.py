@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
-from kvturn.span_export import Envelope, OtlpExporter
 from kvturn.span_wire import SERVER
 from kvturn.tracing import Tracing
 
@@ -43,6 +42,8 @@ def make_tracing(destination: Destination | None) -> Tracing:
     """Returns tracing that exports to a collector, or nowhere."""
     exporter = None
     if destination is not None:
+        from kvturn.otlp_export import Envelope, OtlpExporter
+
         exporter = OtlpExporter(destination, Envelope(SERVICE_NAME))
     return Tracing(exporter, logger)
 

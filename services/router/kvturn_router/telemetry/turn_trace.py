@@ -8,7 +8,6 @@ engines get a context that says so.
 import logging
 
 from kvturn.otlp import Destination
-from kvturn.span_export import Envelope, OtlpExporter
 from kvturn.span_wire import SERVER
 from kvturn.trace_context import TraceContext
 from kvturn.tracing import UNRECORDED, Span, Tracer, Tracing
@@ -23,6 +22,8 @@ def make_tracing(destination: Destination | None) -> Tracing:
     """Returns tracing that exports to a collector, or nowhere."""
     exporter = None
     if destination is not None:
+        from kvturn.otlp_export import Envelope, OtlpExporter
+
         exporter = OtlpExporter(destination, Envelope(SERVICE_NAME))
     return Tracing(exporter, logger)
 
