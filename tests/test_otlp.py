@@ -1,59 +1,89 @@
 """The trace receiver: what a real exporter sends ends in the file as OTLP/JSON."""
 
 import asyncio
+import contextlib
+import gzip
 import json
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 
 import pytest
+from google.rpc.status_pb2 import Status
 from grpc import insecure_channel
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
+from opentelemetry.exporter.otlp.proto.http import Compression
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.trace import Link, SpanKind
+from opentelemetry.trace import Link, SpanContext, SpanKind
 
-from kvturn_cli.otlp import TraceFile, to_otlp_json
+from kvturn_cli import otlp_http
+from kvturn_cli.otlp_http import TraceListener
 from kvturn_cli.ports import pick_free
+from kvturn_cli.trace_file import TraceFile, to_otlp_json
+
+SPANS = trace_service_pb2.ExportTraceServiceRequest()
+SPANS.resource_spans.add().scope_spans.add().spans.add(name="turn", trace_id=b"t" * 16)
+PROTOBUF = "application/x-protobuf"
 
 
 @pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[tuple[str, Path]]:
-    """Runs `kvturn otlp`; gives its endpoint and its file."""
-    port = pick_free(set())
+def receiver(tmp_path: Path) -> Iterator[tuple[str, str, Path]]:
+    """Runs `kvturn otlp`; gives its endpoints, gRPC's and HTTP's, and its file."""
+    taken: set[int] = set()
+    ports = [str(pick_free(taken)) for _ in range(2)]
     file = tmp_path / "traces.jsonl"
-    command = [sys.executable, "-m", "kvturn_cli", "otlp", "--port", str(port), "--file", str(file)]
+    command = [sys.executable, "-m", "kvturn_cli", "otlp", "--file", str(file)]
+    command += ["--port", ports[0], "--http-port", ports[1]]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert "receiving" in process.stdout.readline()
-    yield f"http://127.0.0.1:{port}", file
+    grpc_url, http_url = (f"http://127.0.0.1:{port}" for port in ports)
+    yield grpc_url, http_url, file
     process.send_signal(signal.SIGTERM)
     assert process.wait(10) == 0
     process.stdout.close()
 
 
-def test_a_real_exporter_s_spans_end_in_the_file(receiver: tuple[str, Path]) -> None:
-    """Two spans, one the child of the other with a link: ids in hex, kinds as numbers."""
-    endpoint, file = receiver
-    provider = TracerProvider(resource=Resource.create({"service.name": "kvturn-router"}))
-    exporter = OTLPSpanExporter(endpoint=endpoint, insecure=True)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("test")
-    with insecure_channel(endpoint.removeprefix("http://")) as channel:
+def test_real_exporters_spans_end_in_the_file(receiver: tuple[str, str, Path]) -> None:
+    """Two spans, one the child of the other with a link: ids in hex, kinds as numbers.
+
+    Over gRPC, over HTTP, and over HTTP with gzip, all to one file.
+    """
+    grpc_url, http_url, file = receiver
+    with insecure_channel(grpc_url.removeprefix("http://")) as channel:
         stub = trace_service_pb2_grpc.TraceServiceStub(channel)  # type: ignore[no-untyped-call]
         stub.Export(trace_service_pb2.ExportTraceServiceRequest(), timeout=5)  # As kvturn doctor.
-    with tracer.start_as_current_span("turn", kind=SpanKind.SERVER) as parent:
-        parent.set_attribute("kvturn.reused_tokens", 7)
-        linked = parent.get_span_context()
-        with tracer.start_as_current_span("prefill", links=[Link(linked)]) as child:
-            child_id = child.get_span_context().span_id
-    provider.shutdown()
+    traces = f"{http_url}/v1/traces"
+    exporters = [
+        OTLPSpanExporter(endpoint=grpc_url, insecure=True),
+        HttpExporter(endpoint=traces),
+        HttpExporter(endpoint=traces, compression=Compression.Gzip),
+    ]
+    seen = 0
+    for exporter in exporters:
+        provider = TracerProvider(resource=Resource.create({"service.name": "kvturn-router"}))
+        provider.add_span_processor(SimpleSpanProcessor(exporter))
+        tracer = provider.get_tracer("test")
+        with tracer.start_as_current_span("turn", kind=SpanKind.SERVER) as parent:
+            parent.set_attribute("kvturn.reused_tokens", 7)
+            linked = parent.get_span_context()
+            with tracer.start_as_current_span("prefill", links=[Link(linked)]) as child:
+                child_id = child.get_span_context().span_id
+        provider.shutdown()
+        lines = file.read_text().splitlines()
+        check_lines(lines[seen:], linked, child_id)
+        seen = len(lines)
 
-    requests = [json.loads(line) for line in file.read_text().splitlines()]
+
+def check_lines(lines: list[str], linked: SpanContext, child_id: int) -> None:
+    requests = [json.loads(line) for line in lines]
     assert len(requests) == 2  # One export request a line; none for that without spans.
     spans = {
         span["name"]: span
@@ -72,6 +102,137 @@ def test_a_real_exporter_s_spans_end_in_the_file(receiver: tuple[str, Path]) -> 
     attributes = {item["key"]: item["value"] for item in spans["turn"]["attributes"]}
     assert attributes["kvturn.reused_tokens"] == {"intValue": "7"}
     assert spans["turn"]["startTimeUnixNano"].isdecimal()
+
+
+@pytest.fixture
+def listener(tmp_path: Path) -> Iterator[tuple[HTTPConnection, Path]]:
+    """The HTTP half alone: a connection to it, and its file."""
+    path = tmp_path / "traces.jsonl"
+    file = TraceFile(path)
+    listener = TraceListener(file, "127.0.0.1", 0)
+    listener.start()
+    connection = HTTPConnection("127.0.0.1", listener.port, timeout=10)
+    yield connection, path
+    connection.close()
+    listener.stop()
+    file.close()
+
+
+def status_of_export(connection: HTTPConnection) -> int:
+    """Exports over a connection, and returns the answer's status."""
+    connection.request("POST", "/v1/traces", SPANS.SerializeToString(), {"content-type": PROTOBUF})
+    answer = connection.getresponse()
+    answer.read()
+    return answer.status
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "body", "status", "words"),
+    [
+        ("/v1/metrics", {"content-type": PROTOBUF}, b"", 404, "POST /v1/traces"),
+        ("/", {}, b"", 404, "POST /v1/traces"),
+        ("/v1/traces", {"content-type": "application/json"}, b"{}", 415, "http/protobuf"),
+        ("/v1/traces", {"content-type": PROTOBUF}, b"\xff\xff", 400, "ExportTraceServiceRequest"),
+        (
+            "/v1/traces",
+            {"content-type": PROTOBUF, "content-encoding": "gzip"},
+            b"plain",
+            400,
+            "no gzip",
+        ),
+        (
+            "/v1/traces",
+            {"content-type": PROTOBUF, "content-encoding": "gzip"},
+            gzip.compress(SPANS.SerializeToString())[:-9],
+            400,
+            "cut",
+        ),
+        (
+            "/v1/traces",
+            {"content-type": PROTOBUF, "content-encoding": "zstd"},
+            b"",
+            415,
+            "not zstd",
+        ),
+        (
+            "/v1/traces",
+            {"content-type": PROTOBUF, "content-length": str(65 << 20)},
+            b"",
+            413,
+            "smaller batches",
+        ),
+    ],
+)
+def test_who_is_refused_is_told_what_to_send(
+    listener: tuple[HTTPConnection, Path],
+    path: str,
+    headers: dict[str, str],
+    body: bytes,
+    status: int,
+    words: str,
+) -> None:
+    """As Status to who sent protobuf, as JSON to others; nothing is written, others go on."""
+    connection, file = listener
+    connection.request("POST", path, body, headers)
+    answer = connection.getresponse()
+    told = answer.read()
+    assert answer.status == status
+    assert answer.headers["content-type"] == headers.get("content-type", "application/json")
+    message = (
+        Status.FromString(told).message
+        if headers.get("content-type") == PROTOBUF
+        else json.loads(told)["message"]
+    )
+    assert words in message
+    assert file.read_text() == ""
+    assert status_of_export(connection) == 200
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_what_gzip_makes_large_is_refused(
+    listener: tuple[HTTPConnection, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is of what is unpacked, and no more is unpacked."""
+    monkeypatch.setattr(otlp_http, "MESSAGE_BYTES_MAX", 1_000)
+    connection, file = listener
+    headers = {"content-type": PROTOBUF, "content-encoding": "gzip"}
+    connection.request("POST", "/v1/traces", gzip.compress(b"x" * 2_000), headers)
+    assert connection.getresponse().status == 413
+    assert file.read_text() == ""
+
+
+def test_a_question_that_is_no_post_and_a_body_without_length_are_refused(
+    listener: tuple[HTTPConnection, Path],
+) -> None:
+    """GET says what there is; a body in chunks is asked for with its length."""
+    connection, _ = listener
+    connection.request("GET", "/v1/traces")
+    answer = connection.getresponse()
+    assert answer.status == 405
+    assert b"POST /v1/traces" in answer.read()
+    chunks = iter([SPANS.SerializeToString()])
+    connection.request("POST", "/v1/traces", chunks, {"content-type": PROTOBUF})
+    answer = connection.getresponse()
+    assert answer.status == 411
+    assert b"content-length" in answer.read()
+
+
+def test_more_connections_than_there_may_be_are_closed(
+    listener: tuple[HTTPConnection, Path],
+) -> None:
+    """Each has a thread of its own; as soon as one is free, the next is served."""
+    first, _ = listener
+    *held, extra = [HTTPConnection(first.host, first.port, timeout=10) for _ in range(17)]
+    assert {status_of_export(one) for one in held} == {200}
+    with pytest.raises((ConnectionError, HTTPException)):
+        status_of_export(extra)
+    for one in [*held, extra]:
+        one.close()
+    status = 0
+    while not status:
+        with contextlib.suppress(ConnectionError, HTTPException):
+            status = status_of_export(first)
+    assert status == 200
 
 
 def test_an_empty_request_is_an_empty_object() -> None:
@@ -93,14 +254,14 @@ def test_a_full_trace_file_moves_aside(tmp_path: Path) -> None:
     assert [json.loads(line)["n"] for line in lines] == list(range(30 - len(lines), 30))
 
 
-@pytest.mark.parametrize("fault", ["port", "file"])
+@pytest.mark.parametrize("fault", ["port", "http-port", "file"])
 async def test_a_receiver_that_cannot_start_says_so_in_one_line(fault: str, tmp_path: Path) -> None:
-    """A port in use and a file that cannot be written: one line naming the flag, code 2."""
+    """Ports in use and a file that cannot be written: one line naming the flag, code 2."""
     server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
     taken = server.sockets[0].getsockname()[1]
-    file = tmp_path / "traces.jsonl" if fault == "port" else Path("/proc/none/traces.jsonl")
-    port = taken if fault == "port" else 0
-    arguments = ["--port", str(port), "--file", str(file)]
+    file = Path("/proc/none/traces.jsonl") if fault == "file" else tmp_path / "traces.jsonl"
+    ports = {flag: str(taken if fault == flag else 0) for flag in ("port", "http-port")}
+    arguments = ["--file", str(file), *(f"--{flag}={port}" for flag, port in ports.items())]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -113,4 +274,4 @@ async def test_a_receiver_that_cannot_start_says_so_in_one_line(fault: str, tmp_
     server.close()
     assert process.returncode == 2
     assert errors.decode().count("\n") == 1
-    assert f"--{fault}" in errors.decode()
+    assert f" --{fault}" in errors.decode()

@@ -240,7 +240,8 @@ class Stack:
         """Starts the OTLP receiver, etcd and the lease service, where they are wanted."""
         started = []
         if self.config.traces:
-            args = ["--port", str(self.otlp_port), "--file", str(self.trace_file)]
+            args = ["--port", str(self.otlp_port), "--http-port", "0"]
+            args += ["--file", str(self.trace_file)]
             started.append(self._start_ours("otlp", args, self.otlp_port))
         if self.config.lease:
             if self._etcd_ports is not None:
