@@ -15,9 +15,11 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import Authority
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from router_harness import FakeLease, Rig, announcement, router
 from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine
 
+from kvturn.otlp import GRPC, HTTP, PROTOCOLS
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_cli.doctor.command import main
 from kvturn_cli.doctor.diagnosis import diagnose
@@ -29,6 +31,9 @@ from kvturn_cli.doctor.probes.host import efa_provider
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask, date_clock
 from kvturn_cli.doctor.probes.router import RouterAccess
 from kvturn_cli.doctor.probes.turns import drive_turns, lengths, story
+from kvturn_cli.otlp import TraceServicer
+from kvturn_cli.otlp_http import TraceListener
+from kvturn_cli.trace_file import TraceFile
 from kvturn_connector.settings import machine, network
 
 if TYPE_CHECKING:
@@ -385,20 +390,62 @@ async def test_why_tls_does_not_come_about_is_told(tmp_path: Path) -> None:
         )
 
 
-async def test_a_collector_is_asked_in_what_it_is_meant_for_then_in_the_other() -> None:
-    """gRPC on 4317 as a rule, HTTP by its path; what answers is told."""
+@contextlib.asynccontextmanager
+async def receiver(protocol: str, path: Path) -> AsyncIterator[str]:
+    """Receives traces in one protocol; yields its URL."""
+    file = TraceFile(path)
+    if protocol == GRPC:
+        server = grpc.aio.server()
+        add_servicer = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add_servicer(TraceServicer(file), server)  # type: ignore[no-untyped-call]
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        yield f"http://127.0.0.1:{port}"
+        await server.stop(None)
+    else:
+        listener = TraceListener(file, "127.0.0.1", 0)
+        listener.start()
+        yield f"http://127.0.0.1:{listener.port}"
+        listener.stop()
+    file.close()
+
+
+@pytest.mark.parametrize("configured", PROTOCOLS)
+@pytest.mark.parametrize("spoken", PROTOCOLS)
+async def test_a_collector_is_asked_in_the_routers_protocol_then_in_the_other(
+    configured: str, spoken: str, tmp_path: Path
+) -> None:
+    """Which one answered is told, and the flag that puts it right; nothing is written for it."""
+    file = tmp_path / "traces.jsonl"
+    async with receiver(spoken, file) as url:
+        flags = (f"--otlp-endpoint={url}", f"--otlp-protocol={configured}")
+        async with deployment(*flags) as rig:
+            findings = await examined(rig, turns=False)
+    (finding,) = [one for one in findings if one.check == "traces.collector"]
+    assert f"in {spoken}" in finding.seen
+    if spoken == configured:
+        assert finding.severity == Severity.OK
+    else:
+        assert finding.severity == Severity.WARNING
+        assert f"not in {configured}" in finding.seen
+        assert f"--otlp-protocol {spoken} on routers" in finding.fix
+    assert file.read_text() == ""
+
+
+async def test_a_collector_that_no_router_names_is_asked_in_what_it_is_meant_for() -> None:
+    """gRPC as a rule, HTTP by its path; of one that is gone it is told why."""
     collector = await StubEngine("decode").start()
 
     async def take(seen: Seen, reply: Reply) -> None:
         await reply.json({})
 
     collector.script("/v1/traces", take)
-    by_path = await probe_collector(f"{collector.url}/v1/traces", "--otlp", 3.0)
-    wrong = await probe_collector(collector.url, "--otlp", 3.0)
+    by_path = await probe_collector(f"{collector.url}/v1/traces", "", "--otlp", 3.0)
+    wrong = await probe_collector(collector.url, "", "--otlp", 3.0)
     await collector.stop()
-    gone = await probe_collector(collector.url, "--otlp", 3.0)
-    assert (by_path.problem, by_path.protocol, by_path.wanted) == ("", "HTTP", "HTTP")
-    assert (wrong.problem, wrong.protocol, wrong.wanted) == ("", "HTTP", "gRPC")
+    gone = await probe_collector(collector.url, "", "--otlp", 3.0)
+    assert (by_path.problem, by_path.protocol, by_path.wanted) == ("", HTTP, HTTP)
+    assert (wrong.problem, wrong.protocol, wrong.wanted) == ("", HTTP, GRPC)
     assert "UNAVAILABLE" in gone.problem
 
 

@@ -137,7 +137,7 @@ def healthy(**more: Any) -> Facts:
             ),
             probes=[EngineProbe(PREFILL), EngineProbe(DECODE, released={"consumed": 90})],
             side_channels=[SideChannel("decode-0", "10.0.0.6", 5600, tried=True)],
-            collector=CollectorFacts("http://10.0.0.2:4317", "the router", protocol="gRPC"),
+            collector=CollectorFacts("http://10.0.0.2:4317", "the router", protocol="grpc"),
             turns=[
                 turn("first_turn", plan="recompute"),
                 turn("reused", reused_tokens=900, read_bytes=20_000_000, ttft_ms=90.0),
@@ -707,7 +707,10 @@ def test_memory_that_is_too_small_is_told() -> None:
     ("collector", "words"),
     [
         (CollectorFacts("http://c:4317", "--otlp", "UNAVAILABLE: refused"), "UNAVAILABLE"),
-        (CollectorFacts("http://c:4318", "--otlp", protocol="HTTP"), "over HTTP, not over gRPC"),
+        (
+            CollectorFacts("http://c:4318", "the router", protocol="http/protobuf"),
+            "(known by the router) answers in http/protobuf, not in grpc",
+        ),
     ],
 )
 def test_a_collector_that_takes_nothing_is_told(collector: CollectorFacts, words: str) -> None:

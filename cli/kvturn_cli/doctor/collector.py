@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 
+from kvturn.otlp import GRPC, HTTP
 from kvturn_cli.doctor.facts import Facts
 from kvturn_cli.doctor.finding import Finding, counted, ok, warning
 
+_PORTS = {GRPC: 4317, HTTP: 4318}
 _WHY = "Turns are served all the same, but leave no trace."
 
 
@@ -16,23 +18,25 @@ def findings(facts: Facts) -> Iterator[Finding]:
     elif collector.problem:
         yield warning(
             "traces.collector",
-            f"{collector.endpoint} (known by {collector.asked_of}): {collector.problem}",
+            f"{collector.endpoint} (known by {collector.asked_of}) answers neither in"
+            f" {collector.wanted} nor in the other protocol: {collector.problem}",
             _WHY,
             "start the collector (kvturn otlp is a small one), or correct --otlp-endpoint",
         )
     elif collector.protocol != collector.wanted:
         yield warning(
             "traces.collector",
-            f"{collector.endpoint} takes OTLP over {collector.protocol}, not over"
-            f" {collector.wanted}",
+            f"{collector.endpoint} (known by {collector.asked_of}) answers in"
+            f" {collector.protocol}, not in {collector.wanted}",
             _WHY,
-            "give the collector's port for gRPC (4317 as a rule) to --otlp-endpoint and"
-            " kvturn_otlp_endpoint",
+            f"--otlp-protocol {collector.protocol} on routers and lease services,"
+            f" kvturn_otlp_protocol on engines; or give --otlp-endpoint and kvturn_otlp_endpoint"
+            f" the collector's port for {collector.wanted} ({_PORTS[collector.wanted]} as a rule)",
         )
     else:
         yield ok(
             "traces.collector",
-            f"{collector.endpoint} took an empty export over {collector.protocol} in"
+            f"{collector.endpoint} took an empty export in {collector.protocol} within"
             f" {collector.answer_ms:.1f} ms",
         )
     untraced = [one for one in facts.engines if one.settings and not one.settings.traced]

@@ -117,10 +117,13 @@ async def _etcd(scope: Scope, facts: Facts) -> EtcdFacts | None:
 
 async def _collector(scope: Scope, facts: Facts) -> CollectorFacts | None:
     settings = facts.router.settings
-    endpoint, asked_of = scope.otlp, "--otlp"
+    endpoint, protocol, asked_of = scope.otlp, "", "--otlp"
     if not endpoint and settings is not None:
-        endpoint, asked_of = settings.otlp_endpoint or "", "--otlp-endpoint of the router"
-    return await probe_collector(endpoint, asked_of, scope.timeout_s) if endpoint else None
+        endpoint, protocol = settings.otlp_endpoint or "", settings.otlp_protocol or ""
+        asked_of = "--otlp-endpoint of the router"
+    if not endpoint:
+        return None
+    return await probe_collector(endpoint, protocol, asked_of, scope.timeout_s)
 
 
 async def _host(scope: Scope, facts: Facts) -> HostFacts:

@@ -6,6 +6,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvturn.otlp import GRPC
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.engines.engine import engine_address
 
@@ -85,6 +86,8 @@ class RouterSettings:
     stock_ttl_s: float = 400.0
     api_keys: bool = False
     otlp_endpoint: str | None = None
+    otlp_protocol: str | None = None
+    """None also of a router that does not tell it."""
 
 
 @dataclass(frozen=True)
@@ -174,9 +177,9 @@ class CollectorFacts:
     """How it is known, e.g. "--otlp"."""
     problem: str = ""
     protocol: str = ""
-    """"gRPC" or "HTTP", as it answered."""
-    wanted: str = "gRPC"
-    """What it would be spoken to."""
+    """"grpc" or "http/protobuf", as it answered."""
+    wanted: str = GRPC
+    """In what the router exports; of another collector what its address is meant for."""
     answer_ms: float = 0.0
 
 

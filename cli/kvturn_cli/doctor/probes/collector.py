@@ -1,4 +1,4 @@
-"""Sends a collector an empty export, over gRPC and, if that fails, over HTTP."""
+"""Sends a collector an empty export, in the router's protocol and, if that fails, in the other."""
 
 import time
 from urllib.parse import urlsplit
@@ -8,27 +8,29 @@ import grpc.aio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
 
+from kvturn.otlp import GRPC, HTTP
 from kvturn_cli.doctor.facts import CollectorFacts
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask
 
 HTTP_PATH = "/v1/traces"
 HTTP_PORT = 4318
-_GRPC, _HTTP = "gRPC", "HTTP"
 
 
-async def probe_collector(endpoint: str, asked_of: str, timeout_s: float) -> CollectorFacts:
-    """Tries what the endpoint is meant for first."""
+async def probe_collector(
+    endpoint: str, protocol: str, asked_of: str, timeout_s: float
+) -> CollectorFacts:
+    """Tries `protocol` first; where it is "" what the endpoint is meant for."""
     parts = urlsplit(endpoint)
-    wanted = _HTTP if parts.path.strip("/") or parts.port == HTTP_PORT else _GRPC
-    order = (_GRPC, _HTTP) if wanted == _GRPC else (_HTTP, _GRPC)
+    guessed = HTTP if parts.path.strip("/") or parts.port == HTTP_PORT else GRPC
+    wanted = protocol or guessed
     first = ""
-    for protocol in order:
+    for tried in (GRPC, HTTP) if wanted == GRPC else (HTTP, GRPC):
         began_s = time.perf_counter()
-        why = await (_over_grpc if protocol == _GRPC else _over_http)(endpoint, timeout_s)
+        why = await (_over_grpc if tried == GRPC else _over_http)(endpoint, timeout_s)
         if not why:
             answer_ms = (time.perf_counter() - began_s) * 1_000
             return CollectorFacts(
-                endpoint, asked_of, protocol=protocol, wanted=wanted, answer_ms=answer_ms
+                endpoint, asked_of, protocol=tried, wanted=wanted, answer_ms=answer_ms
             )
         first = first or why
     return CollectorFacts(endpoint, asked_of, problem=first, wanted=wanted)

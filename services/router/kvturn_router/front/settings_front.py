@@ -59,4 +59,5 @@ def settings_of(config: RouterConfig) -> Mapping[str, object]:
         "workers": config.workers,
         "api_keys": config.api_keys_file is not None,
         "otlp_endpoint": None if config.traces is None else config.traces.endpoint,
+        "otlp_protocol": None if config.traces is None else config.traces.protocol,
     }
