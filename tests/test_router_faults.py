@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 
 import pytest
 from router_harness import FakeLease, router, turn_body
@@ -547,6 +548,42 @@ async def test_one_bad_health_answer_does_not_take_an_engine_out():
         rig.decode.script("/health", flicker)
         await rig.until(lambda: asked >= 6)
         assert (await rig.ask("GET", "/ready")).status == 200
+
+
+async def test_an_engine_that_serves_turns_may_be_late_with_its_health_answer():
+    """Busy, it answers turns and not the question; only when it answers neither it is out."""
+    async with router("--health-failures=1", "--health-timeout-s=0.2") as rig:
+        asked = 0
+
+        async def hang(seen: Seen, reply: Reply) -> None:
+            nonlocal asked
+            asked += 1
+            await seen.gone.wait()
+
+        rig.decode.script("/health", hang)
+        while asked < 4:
+            assert (await rig.post(turn_body())).status == 200
+        await rig.until(lambda: rig.server._fleet.missing() == ["decode"])
+
+
+async def test_a_router_that_comes_late_blames_no_engine(caplog):
+    """Its process had no CPU for longer than a health answer may take: the answer counts."""
+    async with router("--health-failures=1", "--health-timeout-s=0.2") as rig:
+        asked, answer = asyncio.Event(), asyncio.Event()
+
+        async def wait(seen: Seen, reply: Reply) -> None:
+            asked.set()
+            await answer.wait()
+            await reply.whole(b"", 200)
+
+        rig.decode.script("/health", wait)
+        await asked.wait()
+        time.sleep(0.4)  # noqa: ASYNC251 (stands for the CPU that it does not get)
+        asked.clear()
+        await asked.wait()
+        answer.set()
+        assert (await rig.post(turn_body())).status == 200
+        assert "is not usable" not in caplog.text
 
 
 async def test_an_answer_that_is_not_http_is_a_502():

@@ -297,7 +297,7 @@ class _Connection(asyncio.Protocol):
             # Nothing was asked.
             self.abort()
             return
-        self.read_at = self.loop.time()
+        self.read_at = self._pool.heard_at = self.loop.time()
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
@@ -406,6 +406,8 @@ class EnginePool:
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
         self.watch = SilenceWatch()
+        self.heard_at = 0.0
+        """When something of an answer last came, by the event loop's clock."""
         # Last put back, first used: the others age out.
         self._idle: dict[_Connection, float] = {}
         self._all: set[_Connection] = set()

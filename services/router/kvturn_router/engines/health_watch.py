@@ -3,6 +3,10 @@
 How many there are changes only how many are asked in an interval: at most
 `ASKED_AT_ONCE` at a time, and after the first round spread over the interval.
 Engines that are out, and may not answer at all, take up at most half of that.
+
+What takes long is not dead: an engine of which something of a turn came since
+it was asked is well, however late its health answer. Nor is an engine blamed
+where the router itself came late to look.
 """
 
 import asyncio
@@ -10,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvturn_router.engines.engine import Engine
-from kvturn_router.engines.engine_http import EngineFault
+from kvturn_router.engines.engine_http import EngineFault, SilentFault
 from kvturn_router.engines.fleet import Fleet
 
 ASKED_AT_ONCE: Final = 32
@@ -25,6 +29,8 @@ _TICKS: Final = 32
 """Most looks per interval at who is due."""
 _LOOKS: Final = 4
 """Least looks per interval: what is over is ended then, and those that have answered are seen."""
+_LATE: Final = 0.25
+"""By which part of the timeout the router may come late and still trust what it saw."""
 
 
 class HealthWatch:
@@ -101,13 +107,21 @@ class HealthWatch:
         task.add_done_callback(lambda _: self._asking.pop(engine))
 
     async def _asked(self, engine: Engine) -> None:
-        fault = await self._fault_of(engine)
+        began = self._loop.time()
+        try:
+            fault = await self._fault_of(engine)
+        except (TimeoutError, SilentFault):
+            if self._loop.time() - began > (1 + _LATE) * self._timeout_s:
+                return  # Still due, and asked again at the next look.
+            heard = engine.pool.heard_at > began
+            fault = None if heard else f"no health answer within {self._timeout_s:g} s"
         if fault is None:
             self._fleet.seen_well(engine)
         else:
             self._fleet.seen_badly(engine, fault)
 
     async def _fault_of(self, engine: Engine) -> str | None:
+        """Returns what is wrong, None if nothing. Raises TimeoutError, SilentFault: no answer."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 exchange = await engine.get(
@@ -117,8 +131,8 @@ class HealthWatch:
                     await exchange.body(_HEALTH_BODY_MAX)
                 finally:
                     exchange.close()
-        except TimeoutError:
-            return f"no health answer within {self._timeout_s:g} s"
+        except SilentFault:
+            raise
         except EngineFault as error:
             return str(error)
         if exchange.header(ROUTER_MARK):
