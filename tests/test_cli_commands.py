@@ -8,23 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from kvturn_command import kvturn
 
 from kvturn_cli import run_state
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 from kvturn_cli.up import stack_config, up_parser
-
-
-def kvturn(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Runs `kvturn` to its end."""
-    return subprocess.run(
-        [sys.executable, "-m", "kvturn_cli", *arguments],
-        env={**os.environ, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize(
@@ -50,16 +39,16 @@ def kvturn(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str
 def test_a_wrong_argument_is_refused_by_name_in_one_line(arguments: list[str], words: str) -> None:
     """One line on stderr, code 2."""
     done = kvturn(*arguments)
-    assert done.returncode == 2
-    assert words in done.stderr
-    assert done.stderr.count("\n") == 1
+    assert done.code == 2
+    assert words in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_a_variable_stands_in_for_a_flag_and_is_refused_by_its_name() -> None:
     """KVTURN_UP_ROUTER_PORT is --router-port; a wrong value names the variable."""
     done = kvturn("up", KVTURN_UP_ROUTER_PORT="many")
-    assert done.returncode == 2
-    assert "KVTURN_UP_ROUTER_PORT=many: 'many' is not a port" in done.stderr
+    assert done.code == 2
+    assert "KVTURN_UP_ROUTER_PORT=many: 'many' is not a port" in done.err
 
 
 @pytest.mark.parametrize("command", ["up", "chat", "down"])
@@ -67,19 +56,19 @@ def test_a_misspelt_variable_is_refused_with_the_one_that_was_meant(command: str
     """Of each command its own; those of the others do not matter."""
     misspelt = f"KVTURN_{command.upper()}_RUNDIR"
     done = kvturn(command, **{misspelt: "x", "KVTURN_OTLP_FILES": "x"})
-    assert done.returncode == 2
+    assert done.code == 2
     assert f"{misspelt} is not a setting; did you mean {misspelt[:-3]}_DIR (--run-dir)?" in (
-        done.stderr
+        done.err
     )
-    assert done.stderr.count("\n") == 1
+    assert done.err.count("\n") == 1
 
 
 def test_a_variable_that_is_nobody_s_is_warned_of(tmp_path: Path) -> None:
     """It looks as if it were a setting; what it was meant for does not hold."""
     done = kvturn("down", f"--run-dir={tmp_path}", KVTURN_ROUTR_PORT="1", KVTURN_ETCD="etcd")
-    assert done.returncode == 0
-    assert done.stderr.startswith("kvturn down: warning: KVTURN_ROUTR_PORT: no setting of kvturn;")
-    assert done.stderr.count("\n") == 1
+    assert done.code == 0
+    assert done.err.startswith("kvturn down: warning: KVTURN_ROUTR_PORT: no setting of kvturn;")
+    assert done.err.count("\n") == 1
 
 
 def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -119,9 +108,9 @@ def test_up_refuses_a_port_in_use_and_leaves_nothing(tmp_path: Path) -> None:
             arguments += [f"--{name}-port", "0"]
         for detach in ([], ["--detach"]):
             done = kvturn("up", *arguments, *detach)
-            assert done.returncode == 2
-            assert f"--decode-port {port}: the port is in use" in done.stderr
-            assert done.stderr.count("\n") == 1
+            assert done.code == 2
+            assert f"--decode-port {port}: the port is in use" in done.err
+            assert done.err.count("\n") == 1
     assert run_state.read(tmp_path / "run") is None
 
 
@@ -130,19 +119,19 @@ def test_a_second_up_in_the_same_folder_is_refused(tmp_path: Path) -> None:
     with run_state.hold(tmp_path):
         for detach in ([], ["--detach"]):
             done = kvturn("up", "--run-dir", str(tmp_path), *detach)
-            assert done.returncode == 2
-            assert "already up" in done.stderr
-            assert "kvturn down" in done.stderr
-            assert done.stderr.count("\n") == 1
+            assert done.code == 2
+            assert "already up" in done.err
+            assert "kvturn down" in done.err
+            assert done.err.count("\n") == 1
 
 
 def test_down_is_idempotent(tmp_path: Path) -> None:
     """With nothing up, also with a broken state file, it says so and succeeds."""
-    assert kvturn("down", "--run-dir", str(tmp_path)).returncode == 0
+    assert kvturn("down", "--run-dir", str(tmp_path)).code == 0
     run_state.state_file(tmp_path).write_text("{broken")
     done = kvturn("down", "--run-dir", str(tmp_path))
-    assert done.returncode == 0
-    assert "nothing to stop" in done.stdout
+    assert done.code == 0
+    assert "nothing to stop" in done.out
 
 
 def test_down_never_stops_a_process_that_merely_has_the_number(tmp_path: Path) -> None:
@@ -152,8 +141,8 @@ def test_down_never_stops_a_process_that_merely_has_the_number(tmp_path: Path) -
     recycled = ProcessId(ours.pid, ours.start_ticks - 1)
     run_state.write(tmp_path, RunState(recycled, (recycled,), True, "http://127.0.0.1:1", "m"))
     done = kvturn("down", "--run-dir", str(tmp_path))
-    assert done.returncode == 0
-    assert "already ended" in done.stdout
+    assert done.code == 0
+    assert "already ended" in done.out
     assert run_state.read(tmp_path) is None
 
 
@@ -167,16 +156,38 @@ def test_down_stops_the_holder_and_its_children(tmp_path: Path) -> None:
     run_state.write(tmp_path, RunState(ids[0], (ids[1],), True))
     sleepers[1].terminate()
     done = kvturn("down", "--run-dir", str(tmp_path))
-    assert done.returncode == 0
-    assert "kvturn is stopped." in done.stdout
+    assert done.code == 0
+    assert "kvturn is stopped." in done.out
     for sleeper in sleepers:
         assert sleeper.wait(5) == -15
 
 
-def test_help_names_every_command() -> None:
-    """`kvturn --help` succeeds, bare `kvturn` does not; both tell the commands."""
+def started(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs a module to its end in a Python of its own; stderr tells what it imported."""
+    return subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", module, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_help_names_every_command_and_imports_none() -> None:
+    """`kvturn --help` succeeds, bare `kvturn` does not; both tell the commands, at once."""
     for arguments, code in ((["--help"], 0), ([], 2)):
-        done = kvturn(*arguments)
+        done = started("kvturn_cli", *arguments)
         assert done.returncode == code
         for name in ("up", "down", "chat", "demo", "router", "lease", "otlp"):
             assert f"\n  {name} " in done.stdout
+        assert "kvturn_cli" in done.stderr
+        assert not {"grpc", "rich", "asyncio"} & set(done.stderr.split())
+
+
+@pytest.mark.parametrize("service", ["kvturn_router", "kvturn_lease"])
+def test_a_service_imports_opentelemetry_only_where_spans_are_exported(service: str) -> None:
+    """Without a collector nothing of it is needed, and it takes a fifth of the start."""
+    done = started(service, "--help")
+    assert done.returncode == 0
+    assert "grpc" in done.stderr.split()
+    assert "opentelemetry" not in done.stderr

@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import pytest
 from etcd_server import until
+from kvturn_command import Done
+from kvturn_command import kvturn_beside as kvturn
 from lease_guests import Guests, lease_service
 from lease_rig import GUARD_S
 
@@ -42,33 +44,6 @@ REUSED = {
     "trace_id": "0123456789abcdef0123456789abcdef",
 }
 FIRST = {"verdict": common_pb2.VERDICT_FIRST_TURN, "plan": common_pb2.PLAN_KIND_RECOMPUTE}
-
-
-class Done(NamedTuple):
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def document(self) -> Any:
-        return json.loads(self.out)
-
-
-async def kvturn(*arguments: str, stdin: str = "", **variables: str) -> Done:
-    """Runs `kvturn` to its end."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvturn_cli", *arguments),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **variables},
-    )
-    async with asyncio.timeout(60):
-        out, err = await process.communicate(stdin.encode())
-    assert process.returncode is not None
-    return Done(process.returncode, out.decode(), err.decode())
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 from certificates import Authority
+from kvturn_command import Done, kvturn_beside
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
 from router_harness import FakeLease, Rig, announcement, router
 from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine
@@ -529,14 +530,6 @@ async def test_nothing_there_is_told_quickly() -> None:
     assert "PROBLEM http://127.0.0.1" in text
 
 
-async def doctor(*flags: str) -> tuple[int, str, str]:
-    """Runs the command in a process of its own. Returns its exit code, stdout and stderr."""
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "kvturn_cli", "doctor", "--run-dir", "/nowhere", *flags),
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-    )
-    async with asyncio.timeout(GUARD_S):
-        output, error = await process.communicate()
-    assert process.returncode is not None
-    return process.returncode, output.decode(), error.decode()
+async def doctor(*flags: str) -> Done:
+    """Runs the command in a process of its own."""
+    return await kvturn_beside("doctor", "--run-dir", "/nowhere", *flags)
