@@ -45,7 +45,7 @@ test-fast: setup-fast lint type check-protos ## Run every check and test that ne
 
 test-docker: setup-fast ## Run the compose stack in a Docker engine (minutes; installs one with apt as root)
 	@$(SETUP) docker
-	$(BIN)/pytest -m docker $(PYTEST_ARGS)
+	$(BIN)/pytest --verbose --durations 10 tests/docker $(PYTEST_ARGS)
 
 test-all: test sim ## Run make test, the full simulation, the fault matrix and the compose stack
 	$(BIN)/pytest -m fault $(PYTEST_ARGS)

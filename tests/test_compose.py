@@ -92,6 +92,13 @@ def test_every_image_is_pinned_and_names_no_registry() -> None:
 
 
 @EACH_SERVICE
+def test_what_is_built_here_is_not_pulled(name: str, service: dict[str, Any]) -> None:
+    """Only other people's images are asked of a registry, all of them."""
+    built = {other["image"] for _, other in whole_services() if "build" in other}
+    assert (service.get("pull_policy") == "never") == (service["image"] in built)
+
+
+@EACH_SERVICE
 def test_every_service_is_confined(name: str, service: dict[str, Any]) -> None:
     """A user without rights, nothing to write to, limits of memory, CPU, processes and logs."""
     assert service["user"] == "10001:10001"

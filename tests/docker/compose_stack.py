@@ -29,6 +29,7 @@ class ComposeStack:
         files: tuple[str, ...] = FILES,
     ) -> None:
         self.engine = engine
+        self.project = project
         self.environment = {
             **engine.environment,
             **variables,
@@ -70,13 +71,10 @@ class ComposeStack:
         self.compose("--profile", "cpu", "down", "--volumes", "--timeout", "5")
 
     def container(self, service: str) -> str:
-        """Returns the id of a service's container."""
-        found = self.compose("ps", "--all", "-q", service) if self._is_v2 else ""
-        return (found or self.compose("ps", "-q", service)).strip()
-
-    @property
-    def _is_v2(self) -> bool:
-        return self.command[0] != "docker-compose"
+        """Returns the id of a service's container. Asks the engine: compose takes a second."""
+        labels = (f"project={self.project}", f"service={service}", "oneoff=False")
+        filters = [f"--filter=label=com.docker.compose.{label}" for label in labels]
+        return self.engine.run("ps", "--all", "--quiet", "--no-trunc", *filters).strip()
 
     def state(self, service: str) -> dict[str, Any]:
         """Returns what the engine knows of a service's container: State, RestartCount..."""
@@ -101,17 +99,26 @@ class ComposeStack:
             time.sleep(1)
 
     def log(self, service: str) -> str:
-        """Returns what a service printed."""
-        return self.compose("logs", "--no-color", service)
+        """Returns what a service's container printed."""
+        return self.engine.run("logs", self.container(service), stderr=subprocess.STDOUT)
 
     def kill(self, service: str) -> int:
-        """Ends a service's process as the kernel would, and returns its pid.
+        """Ends a service's process as a crash would; returns how often it was restarted before.
 
         `docker kill` is no crash: the engine would not start the service again.
         """
-        pid = int(self.state(service)["State"]["Pid"])
-        os.kill(pid, signal.SIGKILL)
-        return pid
+        state = self.state(service)
+        os.kill(int(state["State"]["Pid"]), signal.SIGKILL)
+        return int(state["RestartCount"])
+
+    def wait_restarted(self, service: str, restarts: int, timeout_s: float) -> None:
+        """Returns when the engine has started a killed service again, once, and it is healthy."""
+        deadline_s = time.monotonic() + timeout_s
+        while (told := self.state(service)["RestartCount"]) == restarts:
+            assert time.monotonic() < deadline_s, f"{service} is not started again"
+            time.sleep(0.2)
+        self.wait_healthy(service, timeout_s=deadline_s - time.monotonic())
+        assert told == self.state(service)["RestartCount"] == restarts + 1, self.log(service)
 
     def inside(self, service: str, *command: str) -> str:
         """Runs a command in a service's container and returns what it prints."""

@@ -29,6 +29,8 @@ def engine() -> Iterator[DockerEngine]:
 
 
 @pytest.fixture(scope="session")
-def image_names(engine: DockerEngine) -> dict[str, str]:
-    """The image variables of .env, for images that are at hand."""
-    return images(engine)
+def image_names(engine: DockerEngine, pytestconfig: pytest.Config) -> dict[str, str]:
+    """The image variables of .env, for images that are at hand; says what it makes, as it does."""
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+    with capture.global_and_fixture_disabled():
+        return images(engine)

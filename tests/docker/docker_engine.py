@@ -30,28 +30,35 @@ class DockerEngine:
 
     def __enter__(self) -> Self:
         if not self._answers():
-            self._start()
+            try:
+                self._start()
+            except BaseException:
+                self._stop()
+                raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._dockerd is not None:
-            self._dockerd.terminate()
-            self._dockerd.wait(STOP_TIMEOUT_S)
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._stop()
 
-    def run(self, *args: str, given: IO[bytes] | None = None, timeout_s: float = 120) -> str:
+    def run(
+        self,
+        *args: str,
+        given: IO[bytes] | None = None,
+        stderr: int = subprocess.PIPE,
+        timeout_s: float = 120,
+    ) -> str:
         """Runs `docker ARGS...` and returns what it prints. Fails the test with its stderr."""
         done = subprocess.run(
             [self.client, *args],
             stdin=given or subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
             env=self.environment,
             timeout=timeout_s,
         )
-        message = f"docker {' '.join(args)}: {done.stderr.decode(errors='replace')}"
-        assert done.returncode == 0, message
-        return done.stdout.decode()
+        told = (done.stderr or done.stdout).decode(errors="replace")
+        assert done.returncode == 0, f"docker {' '.join(args)}: {told[-3000:]}"
+        return done.stdout.decode(errors="replace")
 
     def has_image(self, name: str) -> bool:
         """Tells whether the engine has an image of that name."""
@@ -86,8 +93,20 @@ class DockerEngine:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not self._answers():
             alive = self._dockerd.poll() is None and time.monotonic() < deadline_s
-            assert alive, f"dockerd does not start; see {FOLDER / 'dockerd.log'}"
+            assert alive, f"dockerd does not start: {Path(log.name).read_text()[-2000:]}"
             time.sleep(0.2)
+
+    def _stop(self) -> None:
+        """Ends the engine that was started here, if one was."""
+        if self._dockerd is not None:
+            self._dockerd.terminate()
+            try:
+                self._dockerd.wait(STOP_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                self._dockerd.kill()
+                self._dockerd.wait()
+        if self._scratch is not None:
+            self._scratch.cleanup()
 
 
 def _client() -> str:

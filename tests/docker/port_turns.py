@@ -7,14 +7,17 @@ import json
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Self
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MODEL = "smollm2-135m-instruct"
 PROSE = "The river ran past the old mill, and the miller counted the sacks of grain. " * 12
 TIMEOUT_S = 120
 
 STORY = "Write a long story about a miller, his mill by the river, and the winter of the flood."
-LONG_TOKENS = 200
+LONG_TOKENS = 100
 """An answer worth reading: prefill's own cache holds the prompt, and below 64 tokens computes."""
 
 Message = dict[str, str]
@@ -117,11 +120,19 @@ class Load:
 
     def wait_turns(self, more: int, timeout_s: float) -> None:
         """Returns when that many more turns have ended well. Fails the test if none do."""
-        wanted = self.turns + more
+        self._wait(lambda: self.turns, more, timeout_s)
+
+    def wait_failures(self, more: int, timeout_s: float) -> None:
+        """Returns when that many more turns have failed. Fails the test if none do."""
+        self._wait(lambda: len(self.failures), more, timeout_s)
+
+    def _wait(self, count: Callable[[], int], more: int, timeout_s: float) -> None:
+        wanted = count() + more
         deadline_s = time.monotonic() + timeout_s
-        while self.turns < wanted:
-            assert time.monotonic() < deadline_s, f"no more turns; failures: {self.failures[-3:]}"
-            time.sleep(0.2)
+        while count() < wanted:
+            late = time.monotonic() > deadline_s
+            assert not late, f"{self.turns} turns ended; failures: {self.failures[-3:]}"
+            time.sleep(0.1)
 
     def _hold(self, port: int, name: str) -> None:
         number = 0

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,18 +66,30 @@ def images(engine: DockerEngine) -> dict[str, str]:
         variables["ENGINE_GPU_IMAGE"] = "kvturn-test/engine-gpu:1"
         _build(variables, "engine-gpu")
     engine.run("image", "prune", "--force")
+    _say("all images are there\n")
     return names
 
 
+def _say(text: str) -> None:
+    """Prints a line of progress at once, with the time of day."""
+    print(f"\n{time.strftime('%H:%M:%S')} {text}", end="", flush=True)
+
+
 def _build(variables: dict[str, str], *names: str) -> None:
-    done = subprocess.run(
-        [COMPOSE / "build.sh", *names],
-        env=variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        timeout=BUILD_TIMEOUT_S,
-    )
-    assert done.returncode == 0, done.stdout.decode(errors="replace")[-4000:]
+    for name in names:
+        log = FOLDER / f"build-{name}.log"
+        _say(f"image {name}: building; see {log}")
+        FOLDER.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as out:
+            done = subprocess.run(
+                [COMPOSE / "build.sh", name],
+                env=variables,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                timeout=BUILD_TIMEOUT_S,
+            )
+        assert done.returncode == 0, f"{log}: {log.read_text(errors='replace')[-4000:]}"
 
 
 def _plain(engine: DockerEngine, name: str, tag: str, base: str) -> None:
@@ -96,6 +109,7 @@ def _debian(engine: DockerEngine, suite: str, packages: str) -> str:
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
         command = [debootstrap, "--variant=minbase", f"--include={packages}", suite, folder]
         log = FOLDER / f"debootstrap-{suite}.log"
+        _say(f"image of Debian {suite}: making; see {log}")
         with log.open("wb") as out:
             status = subprocess.run(command, stdout=out, stderr=out).returncode
         assert status == 0, f"debootstrap of {suite} failed; see {log}"
