@@ -14,13 +14,13 @@ fi
     exit 2
 }
 
+# Asks Docker for a container's health, once a second: asking compose takes nearly as long.
 health() {
-    container=$($COMPOSE ps -q "$1")
-    [ -z "$container" ] || docker inspect --format '{{.State.Health.Status}}' "$container"
+    [ -z "$1" ] || docker inspect --format '{{.State.Health.Status}}' "$1"
 }
 
 for service in "$@"; do
-    [ "$(health "$service")" = healthy ] || {
+    [ "$(health "$($COMPOSE ps -q "$service")")" = healthy ] || {
         echo "roll.sh: $service is not healthy; nothing was done. See: $COMPOSE ps, $COMPOSE logs $service" >&2
         exit 1
     }
@@ -28,8 +28,9 @@ done
 for service in "$@"; do
     echo "$service: stopping, and starting anew"
     $COMPOSE up -d --no-deps --force-recreate "$service"
+    container=$($COMPOSE ps -q "$service")
     left=${WAIT_S:-300}
-    until [ "$(health "$service")" = healthy ]; do
+    until [ "$(health "$container")" = healthy ]; do
         [ "$left" -gt 0 ] || {
             echo "roll.sh: $service did not become healthy in ${WAIT_S:-300} s; the rest was left alone." \
                 "See: $COMPOSE logs $service" >&2
