@@ -43,7 +43,7 @@ test: setup lint type check-protos ## Run every check and test, the real stack i
 test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM
 	$(BIN)/pytest -m "not stack and not fault and not docker" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
 
-test-docker: setup-fast ## Run the compose stack in a Docker engine (minutes; installs one with apt as root)
+test-docker: setup-fast ## Run the compose stack in a Docker engine (half an hour at first; installs one with apt as root)
 	@$(SETUP) docker
 	$(BIN)/pytest --verbose --durations 10 tests/docker $(PYTEST_ARGS)
 
