@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import time
+from typing import NamedTuple
 
 import pytest
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -17,7 +18,7 @@ from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
 from kvturn.otlp import PROTOCOLS
-from kvturn.span_wire import CLIENT, INTERNAL, SERVER, EndedSpan, span_bytes
+from kvturn.span_wire import CLIENT, INTERNAL, SERVER, Attributes, attribute_bytes, span_bytes
 from kvturn.trace_context import trace_context
 from kvturn.v1 import lease_pb2
 
@@ -26,6 +27,22 @@ TRACE = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE}-b7ad6b7169203331-01"
 
 UNSAMPLED = PARENT[:-1] + "0"
+
+
+class EndedSpan(NamedTuple):
+    """What `span_bytes` is told."""
+
+    name_bytes: bytes
+    parent_id: bytes
+    parent_is_remote: bool
+    name: str
+    kind: int
+    began_ns: int
+    ended_ns: int
+    attributes: Attributes
+    written: bytes
+    fault: str | None
+    link: bytes
 
 
 def span_id(traceparent: str | None) -> bytes:
@@ -140,11 +157,12 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
         "a.one": 1,
         "a.zero": 0,
     }
+    common: dict[str, str | int] = {"z.text": text, "z.number": number}
     trace_id, own_id, parent_id = map(bytes.fromhex, (TRACE, "00000000000000ff", parent))
     link = bytes.fromhex("ff" * 16 + "00000000000000fd") if linked else b""
     own = EndedSpan(
-        *(trace_id, own_id, parent_id, bool(parent), "t", SERVER, 1 << 60, 5),
-        *(attributes, fault, link),
+        *(trace_id + own_id, parent_id, bool(parent), "t", SERVER, 1 << 60, 5),
+        *(attributes, attribute_bytes(common), fault, link),
     )
     above_id = bytes.fromhex("00000000000000fe")
     child = own._replace(kind=CLIENT, parent_id=above_id, parent_is_remote=False)
@@ -159,10 +177,10 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
         above = context(span.parent_id, remote=span.parent_is_remote) if span.parent_id else None
         return ReadableSpan(
             span.name,
-            context=context(span.span_id),
+            context=context(span.name_bytes[16:]),
             parent=above,
             resource=Resource.create({"service.name": "kvturn-router"}),
-            attributes=span.attributes,
+            attributes={**span.attributes, **common},
             kind=SpanKind(span.kind - 1),
             links=links,
             status=Status(StatusCode.UNSET if fault is None else StatusCode.ERROR, fault),
@@ -172,7 +190,8 @@ def test_a_span_is_written_as_the_sdk_would_write_it(parent, fault, text, number
         )
 
     spans = (own, child, part)
-    assert export_of(list(map(span_bytes, spans))) == encode_spans(list(map(readable, spans)))
+    written = [span_bytes(*span) for span in spans]
+    assert export_of(written) == encode_spans(list(map(readable, spans)))
 
 
 async def test_fifty_turns_at_once_keep_their_traces_apart():

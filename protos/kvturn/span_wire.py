@@ -3,14 +3,14 @@
 The SDK takes 26 us to make a span and 32 us more to encode it, which for the
 spans of a turn is more than all else that the router does for it. What a span of
 a turn says is little and of few kinds, so it is written here as soon as it ends,
-in 2 to 10 us. Most of its attributes are those of the turns before it, and are
-written once. Field numbers are those of opentelemetry/proto/trace/v1/trace.proto.
+in 2 to 10 us. What stands before an attribute's value is written once, and so is
+what many spans have in common. Field numbers are those of opentelemetry/proto/trace/v1/trace.proto.
 """
 
 import functools
 from collections.abc import Mapping
 from struct import Struct
-from typing import Final, NamedTuple
+from typing import Final
 
 from kvturn.proto_wire import field, varint
 
@@ -25,59 +25,86 @@ TRACE_ID_BYTES: Final = 16
 SPAN_NAME_BYTES: Final = 24
 """Of what names a span: its trace's id, and its own."""
 
-_WRITTEN_MAX: Final = 4_096
-"""Attributes that are kept as they were written, the least recently used forgotten first."""
+_KEPT_TEXT_MAX: Final = 256
+"""Texts below this size have what stands before them kept, for each attribute and size."""
 
 _INT64_MAX: Final = (1 << 63) - 1
 
+_ids = Struct("<2s16s2s8s").pack
 _times = Struct("<BQBQ").pack
-_double = Struct("<Bd").pack
+_double = Struct("<d").pack
+
+_FLOAT: Final = -100
+_FALSE: Final = -101
+_TRUE: Final = -102
+_VALUES: Final = {_FLOAT: (b"\x21", 8), _FALSE: (b"\x10\x00", 0), _TRUE: (b"\x10\x01", 0)}
+"""How values begin that are neither text nor a whole number, and how many bytes follow."""
 
 _HAS_REMOTE: Final = b"\x85\x01\x00\x01\x00\x00"
 _IS_REMOTE: Final = b"\x85\x01\x00\x03\x00\x00"
 _STATUS_UNSET: Final = b"\x7a\x00"
 
 
-class EndedSpan(NamedTuple):
-    """One span that has ended.
+def span_bytes(
+    name_bytes: bytes,
+    parent_id: bytes,
+    parent_is_remote: bool,
+    name: str,
+    kind: int,
+    began_ns: int,
+    ended_ns: int,
+    attributes: Attributes,
+    written: bytes = b"",
+    fault: str | None = None,
+    link: bytes = b"",
+) -> bytes:
+    """Returns a span that has ended as a member of ScopeSpans, tag and length included.
 
-    `trace_id` has 16 bytes, `span_id` 8, and `parent_id` 8, or none for a root.
-    `kind` is INTERNAL, SERVER or CLIENT. Times are in nanoseconds since 1970.
-    `fault` says why it failed, None if it did not. `link` names another span, of
-    SPAN_NAME_BYTES, or is empty.
+    `name_bytes` names it, SPAN_NAME_BYTES; `parent_id` has 8 bytes, or none for a root. `kind` is
+    INTERNAL, SERVER or CLIENT. Times are in nanoseconds since 1970. `written` are more attributes,
+    as `attribute_bytes` writes them. `fault` says why it failed, None if it did not. `link` names
+    another span, of SPAN_NAME_BYTES, or is empty.
     """
-
-    trace_id: bytes
-    span_id: bytes
-    parent_id: bytes
-    parent_is_remote: bool
-    name: str
-    kind: int
-    began_ns: int
-    ended_ns: int
-    attributes: Attributes
-    fault: str | None
-    link: bytes = b""
-
-
-def span_bytes(span: EndedSpan) -> bytes:
-    """Returns a span as a member of ScopeSpans, tag and length included."""
-    trace_id, own, parent, remote, name, kind, began, ended, attributes, fault, link = span
+    trace_id, own_id = name_bytes[:TRACE_ID_BYTES], name_bytes[TRACE_ID_BYTES:]
     return field(
         b"\x12",
         b"".join(
             (
-                b"\x0a\x10%b\x12\x08%b" % (trace_id, own),
-                b"\x22\x08" + parent if parent else b"",
+                _ids(b"\x0a\x10", trace_id, b"\x12\x08", own_id),
+                b"\x22\x08" + parent_id if parent_id else b"",
                 _named(name, kind),
-                _times(0x39, began, 0x41, ended),
-                *map(_attribute, attributes, attributes.values()),
+                _times(0x39, began_ns, 0x41, ended_ns),
+                *_parts(attributes),
+                written,
                 _link(link) if link else b"",
                 _STATUS_UNSET if fault is None else _failed(fault),
-                _IS_REMOTE if remote else _HAS_REMOTE,
+                _IS_REMOTE if parent_is_remote else _HAS_REMOTE,
             )
         ),
     )
+
+
+def attribute_bytes(attributes: Attributes) -> bytes:
+    """Returns attributes as members of a span: what many spans have in common is written once."""
+    return b"".join(_parts(attributes))
+
+
+def _parts(attributes: Attributes) -> list[bytes]:
+    parts: list[bytes] = []
+    for key, value in attributes.items():
+        heads = _heads[key]
+        if isinstance(value, str):
+            text = value.encode("utf-8", "replace")
+            parts += (heads[len(text)], text)
+        elif isinstance(value, float):
+            parts += (heads[_FLOAT], _double(value))
+        elif isinstance(value, bool):
+            parts.append(heads[_TRUE if value else _FALSE])
+        else:
+            # Engines tell some of them, and one that is out of range is no reason to fail.
+            number = varint(min(max(value, 0), _INT64_MAX))
+            parts += (heads[-len(number)], number)
+    return parts
 
 
 @functools.cache  # names are our own, and few
@@ -85,28 +112,35 @@ def _named(name: str, kind: int) -> bytes:
     return field(b"\x2a", name.encode()) + b"\x30%c" % kind
 
 
-def _attribute(name: str, value: Attribute) -> bytes:
-    if isinstance(value, float):
-        # Hardly ever that of a turn before, and quicker written than looked for.
-        return field(b"\x4a", _name(name) + b"\x12\x09" + _double(0x21, value))
-    return _kept(name, value)
+class _Heads(dict[int, bytes]):
+    """What stands before an attribute's value, by what follows it.
+
+    Of a text that is its bytes, of a number less than 0: its bytes, negated. Each is written once;
+    all that is left to do for an attribute is to write its value.
+    """
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self._name = field(b"\x0a", name.encode())
+
+    def __missing__(self, follows: int) -> bytes:
+        written, size = _VALUES.get(follows, (b"\x18", -follows))
+        if follows >= 0:
+            written, size = b"\x0a" + varint(follows), follows
+        value = b"\x12" + varint(len(written) + size) + written
+        head = b"\x4a" + varint(len(self._name) + len(value) + size) + self._name + value
+        if follows < _KEPT_TEXT_MAX:
+            self[follows] = head
+        return head
 
 
-@functools.lru_cache(_WRITTEN_MAX, typed=True)
-def _kept(name: str, value: str | bool | int) -> bytes:
-    if isinstance(value, str):
-        written = field(b"\x0a", value.encode(errors="replace"))
-    elif isinstance(value, bool):
-        written = b"\x10\x01" if value else b"\x10\x00"
-    else:
-        # Engines tell some of them, and one that is out of range is no reason to fail.
-        written = b"\x18" + varint(min(max(value, 0), _INT64_MAX))
-    return field(b"\x4a", _name(name) + field(b"\x12", written))
+class _HeadsByName(dict[str, _Heads]):
+    def __missing__(self, name: str) -> _Heads:
+        heads = self[name] = _Heads(name)
+        return heads
 
 
-@functools.cache  # names are our own, and few
-def _name(name: str) -> bytes:
-    return field(b"\x0a", name.encode())
+_heads = _HeadsByName()  # names are our own, and few
 
 
 def _link(span: bytes) -> bytes:

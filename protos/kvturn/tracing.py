@@ -14,7 +14,7 @@ from random import Random
 from time import time_ns
 
 from kvturn.span_export import SHUTDOWN_TIMEOUT_S, SpanExporter, SpanQueue
-from kvturn.span_wire import CLIENT, SPAN_NAME_BYTES, Attributes, EndedSpan, span_bytes
+from kvturn.span_wire import CLIENT, SPAN_NAME_BYTES, Attributes, span_bytes
 from kvturn.trace_context import trace_context
 
 
@@ -51,14 +51,15 @@ class Span:
         self,
         attributes: Attributes | None = None,
         *,
+        written: bytes = b"",
         fault: str | None = None,
         link: bytes = b"",
         ended_ns: int = 0,
     ) -> None:
         """Ends the span, once; `fault` marks it as failed and says why.
 
-        `link` is the `name_bytes` of a span that it goes on from, `ended_ns`
-        when it ended if that is not now.
+        `written` are more attributes, as span_wire's `attribute_bytes` writes them. `link` is the
+        `name_bytes` of a span that it goes on from, `ended_ns` when it ended if that is not now.
         """
 
 
@@ -105,15 +106,14 @@ class _RecordedSpan(Span):
         self,
         attributes: Attributes | None = None,
         *,
+        written: bytes = b"",
         fault: str | None = None,
         link: bytes = b"",
         ended_ns: int = 0,
     ) -> None:
-        own = self.name_bytes
-        # In the order of the fields: names would take as long again.
-        span = EndedSpan(
-            own[:16],
-            own[16:],
+        # In the order of the parameters: names would take as long again.
+        span = span_bytes(
+            self.name_bytes,
             self._parent_id,
             self._remote,
             self._name,
@@ -121,10 +121,11 @@ class _RecordedSpan(Span):
             self._began_ns,
             ended_ns or time_ns(),
             attributes or {},
+            written,
             fault,
             link,
         )
-        self._tracer.queue.put(span_bytes(span))
+        self._tracer.queue.put(span)
 
 
 class Tracer:

@@ -3,11 +3,12 @@
 No I/O, no clock.
 """
 
-from typing import TYPE_CHECKING
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
-from kvturn.span_wire import Attribute
+from kvturn.span_wire import Attribute, attribute_bytes
 from kvturn_router.choice.costs import Forecast, Took
 from kvturn_router.choice.plan import PlanKind
 from kvturn_router.request.conversation import TurnReport
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from kvturn_router.turn.usage import Usage
 
 _NS_PER_MS = 1e6
+
+_COMMON_MAX: Final = 4_096
+"""Sets of attributes that are kept as written, the least recently used forgotten first."""
 
 
 class Account(msgspec.Struct):
@@ -162,26 +166,18 @@ class Account(msgspec.Struct):
         )
 
     def attributes(self, request: TurnRequest, report: TurnReport) -> dict[str, Attribute]:
-        """Returns what the turn's span says."""
+        """Returns what the turn's span says that other turns' do not."""
         attributes: dict[str, Attribute] = {
-            "gen_ai.operation.name": "text_completion" if request.path == COMPLETIONS else "chat",
-            "gen_ai.provider.name": "vllm",
             "gen_ai.conversation.id": request.key.conversation_id,
-            "gen_ai.request.model": request.key.model,
-            "gen_ai.request.stream": request.stream,
             "gen_ai.usage.input_tokens": report.prompt_tokens,
             "kvturn.turn": report.turn,
-            "kvturn.plan": report.plan,
             "kvturn.plan.reason": report.plan_reason,
-            "kvturn.verdict": report.verdict,
             "kvturn.prompt_tokens": report.prompt_tokens,
             "kvturn.reused_tokens": report.reused_tokens,
             "kvturn.local_tokens": report.local_tokens,
             "kvturn.read_ms": report.read_ms,
             "kvturn.read_bytes": report.read_bytes,
             "kvturn.lease_id": self.lease_id,
-            "kvturn.prefill.engine": self.prefill_url,
-            "kvturn.decode.engine": self.decode_url,
         }
         if self.saved_ms is not None:
             attributes["kvturn.saved_ms"] = self.saved_ms
@@ -189,8 +185,49 @@ class Account(msgspec.Struct):
             attributes[TIME_TO_FIRST_CHUNK] = report.first_byte_ms / 1000
         if self.usage is not None:
             attributes["gen_ai.usage.output_tokens"] = self.usage.completion_tokens
-            if self.usage.model:
-                attributes["gen_ai.response.model"] = self.usage.model
             if self.usage.cached_tokens is not None:
                 attributes["gen_ai.usage.cache_read.input_tokens"] = self.usage.cached_tokens
         return attributes
+
+    def common_attributes(self, request: TurnRequest, status: int) -> bytes:
+        """Returns what else it says, written; `status` is HTTP's, 0 if nothing was answered."""
+        return _common_attributes(
+            request.path == COMPLETIONS,
+            request.key.model,
+            request.stream,
+            self.kind or "",
+            self.verdict,
+            self.prefill_url,
+            self.decode_url,
+            "" if self.usage is None else self.usage.model,
+            status,
+        )
+
+
+@lru_cache(_COMMON_MAX)
+def _common_attributes(
+    completion: bool,
+    model: str,
+    stream: bool,
+    plan: str,
+    verdict: str,
+    prefill_url: str,
+    decode_url: str,
+    answered_model: str,
+    status: int,
+) -> bytes:
+    attributes: dict[str, Attribute] = {
+        "gen_ai.operation.name": "text_completion" if completion else "chat",
+        "gen_ai.provider.name": "vllm",
+        "gen_ai.request.model": model,
+        "gen_ai.request.stream": stream,
+        "kvturn.plan": plan,
+        "kvturn.verdict": verdict,
+        "kvturn.prefill.engine": prefill_url,
+        "kvturn.decode.engine": decode_url,
+    }
+    if answered_model:
+        attributes["gen_ai.response.model"] = answered_model
+    if status:
+        attributes["http.response.status_code"] = status
+    return attribute_bytes(attributes)

@@ -56,7 +56,7 @@ from kvturn_router.request.responses import (
 from kvturn_router.telemetry.turn_trace import TurnTracer
 from kvturn_router.turn.account import Account
 from kvturn_router.turn.counts import Outcome, TurnCounts
-from kvturn_router.turn.leg_spans import GIVEN_UP, TIME_TO_FIRST_CHUNK, leg_attributes, resolved
+from kvturn_router.turn.leg_spans import GIVEN_UP, end_leg, resolved
 from kvturn_router.turn.legs import Legs, engine_error, no_engine, refusal_of, whole_body
 from kvturn_router.turn.prefill_answer import (
     decode_transfer,
@@ -623,8 +623,7 @@ class _Turn:
                 exchange.close()
             account.prefill_ms = (forwarder.clock_ns() - began_ns) / 1e6
             if span.recorded:
-                told = leg_attributes(PREFILL, engine.url, exchange, fault)
-                span.end(told, fault=None if fault is None else str(fault))
+                end_leg(span, PREFILL, engine.url, exchange, fault)
 
     def _watch(self, lease_id: str) -> ReadWatch | None:
         lease = self._forwarder.lease
@@ -736,11 +735,10 @@ class _Turn:
             if exchange is not None:
                 exchange.close()
             if span.recorded:
-                told = leg_attributes(DECODE, engine.url, exchange, failed)
+                first_chunk_ns = 0
                 if request.stream and account.first_byte_ns:
-                    first_byte_ns = account.first_byte_ns - account.decode_began_ns
-                    told[TIME_TO_FIRST_CHUNK] = first_byte_ns / 1e9
-                span.end(told, fault=None if failed is None else str(failed))
+                    first_chunk_ns = account.first_byte_ns - account.decode_began_ns
+                end_leg(span, DECODE, engine.url, exchange, failed, first_chunk_ns)
         return fault
 
     def _response_id(self, engine: Engine) -> str:
@@ -833,13 +831,16 @@ class _Turn:
         forwarder.counts.over(account, self._outcome, streamed=request.stream)
         if self._span.recorded:
             told = account.attributes(request, report or account.report())
+            status = 0
             if fault is not None:
                 told["error.type"] = fault.reason
             if self._relay.started or fault is not _GONE:
                 status = 200 if self._relay.started or fault is None else fault.status
-                told["http.response.status_code"] = status
             self._span.end(
-                told, fault=None if fault is None else fault.message, link=self._previous
+                told,
+                written=account.common_attributes(request, status),
+                fault=None if fault is None else fault.message,
+                link=self._previous,
             )
 
     def _saved_ms(self) -> float | None:
