@@ -438,6 +438,34 @@ async def test_a_call_that_ends_ends_its_legs(how, leg):
         await rig.until(lambda: rig.server._gate.turns == 0)
 
 
+async def test_a_turn_whose_stream_was_taken_whole_is_no_turn_that_was_left():
+    """The stream's end comes by itself, the caller waiting for it: the turn was served, and told
+    as one that decode retains."""
+    taken = asyncio.Event()
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.begin_stream()
+        await reply.event(chunk({"content": "Paris"}, "stop"))
+        await taken.wait()
+        await reply.end_stream()
+
+    async with router(lease=FakeLease()) as rig, dial(rig) as (_, stub):
+        rig.prefill.report = {"verdict": "first_turn", "prompt_tokens": 48}
+        rig.decode.script(CHAT, play)
+        call = stub.Chat(chat())
+        assert (await call.read()).report.turn == 1
+        assert (await call.read()).chunk_json
+        taken.set()
+        assert await call.read() is grpc.aio.EOF
+        await rig.lease.until(lambda: rig.lease.turns_ended)
+        (ended,) = rig.lease.turns_ended
+        assert ended.retains
+        assert ended.report.prompt_tokens == 48
+        page = (await rig.ask("GET", "/metrics")).body.decode()
+        assert 'kvturn_router_turns_total{outcome="ok"' in page
+        assert 'outcome="hung_up"' not in page
+
+
 async def test_many_cancelled_streams_leave_nothing_behind():
     """Five hundred streams cancelled after one message: no turn and no task is left."""
 

@@ -77,7 +77,6 @@ class GrpcAnswer:
             self._pieces.append(data)
         else:
             self._split(data, last)
-        self._ended = self._ended or last
         if len(self._chunks) > _WAITING_MAX and self._flow is not None and not self._paused:
             self._paused = True
             self._flow.pause()
@@ -90,7 +89,11 @@ class GrpcAnswer:
     # Called by the servicer
 
     def finish(self, error: TurnError | None) -> None:
-        """Notes that the turn is over; `error` is what ended it early, if anything did."""
+        """Notes that the turn is over; `error` is what ended it early, if anything did.
+
+        The answer lasts until then: its last byte comes before the turn has settled, and a caller
+        who left with it would end the turn as one who hung up.
+        """
         self._error = self._error or error
         self._ended = True
         self._news.set()
