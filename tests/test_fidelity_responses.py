@@ -9,6 +9,7 @@ import pytest
 from response_engine import RESPONSES, answer_of, offer_responses, output_of
 from response_engine import events as response_events
 from router_harness import FakeLease, Rig, router
+from stub_engine import StubEngine
 
 from kvturn_router.errors import TurnError
 from kvturn_router.request.body import parse
@@ -115,6 +116,11 @@ def asking(**members: Any) -> dict[str, Any]:
     } | members
 
 
+def latest_response_of(engine: StubEngine) -> dict[str, Any]:
+    """Returns the latest body of a response that an engine was asked for."""
+    return [seen.json for seen in engine.seen if seen.path == RESPONSES][-1]
+
+
 @contextlib.asynccontextmanager
 async def offering(decodes: int = 1, lease: FakeLease | None = None) -> AsyncIterator[Rig]:
     """A router whose engines offer the Responses API."""
@@ -183,7 +189,7 @@ async def test_what_goes_on_with_a_response_goes_to_the_engine_that_keeps_it():
         # Read again and cancelled, it is asked of the same engine.
         got = await rig.ask("GET", f"{RESPONSES}/{latest}?stream=false")
         assert got.json["id"] == latest
-        assert holder.seen[-1].path == f"{RESPONSES}/{latest}?stream=false"
+        assert f"{RESPONSES}/{latest}?stream=false" in [seen.path for seen in holder.seen]
         cancelled = await rig.ask("POST", f"{RESPONSES}/{latest}/cancel", b"")
         assert cancelled.status == 400
         assert "synchronous" in cancelled.json["error"]["message"]
@@ -210,7 +216,7 @@ async def test_what_goes_on_with_a_held_response_is_a_local_turn(stream):
             rig.lease.verdict = "NO_LEASE"
             answer = await rig.post(body, RESPONSES)
             assert (answer.status, answer.verdict) == (200, verdict)
-            named = holder.seen[-1].json["kv_transfer_params"]["kvturn"]
+            named = latest_response_of(holder)["kv_transfer_params"]["kvturn"]
             assert named["conversation"] == conversation
             assert "lease_id" not in named
             assert "history" not in named
@@ -218,7 +224,7 @@ async def test_what_goes_on_with_a_held_response_is_a_local_turn(stream):
             assert not rig.lease.begun[-1].points
         off = await rig.post(body, RESPONSES, headers=[("X-Kvturn-Reuse", "off")])
         assert off.verdict == "turned_off"
-        assert "kv_transfer_params" not in holder.seen[-1].json
+        assert "kv_transfer_params" not in latest_response_of(holder)
         own = body | {"truncation": "auto"}
         assert (await rig.post(own, RESPONSES)).verdict == "not_offered"
         wrong = await rig.post(body | {"previous_response_id": 1}, RESPONSES)
@@ -238,6 +244,24 @@ async def test_another_tenants_response_is_not_known():
         assert (got.status, got.json["error"]["param"]) == (404, "response_id")
         assert not [seen for seen in rig.decode.seen[asked:] if seen.path.startswith(RESPONSES)]
         assert (await rig.post(body, RESPONSES, headers=mine)).status == 200
+
+
+async def test_an_error_repeats_the_beginning_of_what_the_client_wrote():
+    """An unknown id, path or name may be as long as a body or a head: a page of it comes back."""
+    long = "x" * 60_000
+    async with offering() as rig:
+        repeated = json.dumps(asking())[:-1] + f', "{long}": 1, "{long}": 2}}'
+        answers = [
+            await rig.post(asking(previous_response_id=long), RESPONSES),
+            await rig.ask("GET", f"{RESPONSES}/{long}"),
+            await rig.ask("GET", f"{RESPONSES}/resp_1/{long}"),
+            await rig.ask("GET", f"/{long}"),
+            await rig.post(repeated.encode(), RESPONSES),
+        ]
+        assert [answer.status for answer in answers] == [404, 404, 404, 404, 400]
+        for answer in answers:
+            assert "xxx..." in answer.json["error"]["message"]
+            assert len(answer.body) < 2048
 
 
 async def test_a_response_whose_engine_is_down_is_asked_of_no_other():

@@ -6,8 +6,12 @@ client as they are.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 import msgspec
+
+_SHOWN_MAX: Final = 256
+"""Most characters of a client's own that an error repeats."""
 
 Headers = Sequence[tuple[bytes, bytes]]
 """Header names in lower case, with their values, in the order they came."""
@@ -79,6 +83,11 @@ class ErrorCounts:
     def add(self, error: TurnError) -> None:
         """Counts an error that is answered."""
         self.by_reason[error.reason] = self.by_reason.get(error.reason, 0) + 1
+
+
+def shown(text: str) -> str:
+    """Returns what a client wrote as an error repeats it: its beginning, if it is long."""
+    return text if len(text) <= _SHOWN_MAX else f"{text[:_SHOWN_MAX]}..."
 
 
 def bad_field(name: str, message: str) -> TurnError:

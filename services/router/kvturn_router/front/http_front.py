@@ -12,7 +12,7 @@ import msgspec
 from kvturn_router.engines.engine_http import EngineFault, Exchange
 from kvturn_router.engines.fleet import DECODE, Engine, Fleet, engine_address
 from kvturn_router.engines.health_watch import ROUTER_MARK
-from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.errors import TurnError, bad_field, shown
 from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.http_wire import HttpAnswer, HttpRequest
@@ -66,7 +66,6 @@ _ROUTES: Final = ", ".join(
         METRICS,
     )
 )
-_PATH_SHOWN_MAX: Final = 256
 _MODELS_SILENCE_S: Final = 10.0
 Work = Callable[[], Coroutine[None, None, None]]
 
@@ -232,7 +231,7 @@ class HttpFront:
         else:
             raise TurnError(
                 404,
-                f"There is no {path[:_PATH_SHOWN_MAX]} here, but {_ROUTES}.",
+                f"There is no {shown(path)} here, but {_ROUTES}.",
                 reason="PATH_UNKNOWN",
             )
 
@@ -289,7 +288,9 @@ class HttpFront:
     def _response(self, answer: HttpAnswer, request: HttpRequest, rest: str, query: str) -> None:
         text, _, what = rest.partition("/")
         if what not in ("", "cancel"):
-            raise TurnError(404, f"There is no {RESPONSES}/{rest} here.", reason="PATH_UNKNOWN")
+            raise TurnError(
+                404, f"There is no {RESPONSES}/{shown(rest)} here.", reason="PATH_UNKNOWN"
+            )
         _allow(request, "POST" if what else "GET")
         name = response_name(text, self._intake.tenant(request.headers))
         if name is None:

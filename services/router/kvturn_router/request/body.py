@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from kvturn_router.errors import TurnError, bad_field
+from kvturn_router.errors import TurnError, bad_field, shown
 from kvturn_router.request.spans import member_spans
 
 Members = Mapping[str, bytes]
@@ -224,6 +224,7 @@ def _refuse_repeated_names(body: bytes, members: Members) -> None:
     # Numbers stay text: Python refuses to make integers of thousands of digits.
     for name, _ in json.loads(body, object_pairs_hook=list, parse_int=str):
         if name in seen:
+            name = shown(name)
             raise bad_field(name, f"{name} is given more than once.")
         seen.add(name)
 

@@ -21,7 +21,7 @@ from typing import Final, NamedTuple
 
 import msgspec
 
-from kvturn_router.errors import TurnError
+from kvturn_router.errors import TurnError, shown
 from kvturn_router.request.body import (
     WITHHELD,
     Members,
@@ -147,7 +147,10 @@ def response_name(text: str, tenant: str) -> ResponseName | None:
 def no_response(param: str, text: str) -> TurnError:
     """Returns what a client is told of a response that nobody here holds for it."""
     return TurnError(
-        404, f"Response with id '{text}' not found.", reason="RESPONSE_NOT_FOUND", param=param
+        404,
+        f"Response with id '{shown(text)}' not found.",
+        reason="RESPONSE_NOT_FOUND",
+        param=param,
     )
 
 
