@@ -9,6 +9,7 @@ from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
 
 from kvturn_router.engines.fleet import FLAGS
+from kvturn_router.request.responses import RESPONSES
 from kvturn_router.turn.usage import StreamUsage
 
 ERROR = b'{"error": {"message":"too long","type":"BadRequestError","param":null,"code":400} }'
@@ -111,6 +112,54 @@ async def test_a_stream_that_breaks_off_ends_with_an_error_and_nothing_invented(
         error = json.loads(answer.events[-1])["error"]
         assert error["code"] == 502
         assert answer.body.endswith(b"\n\n")
+
+
+UNFRAMED = b"HTTP/1.1 200 OK\r\ncontent-type: %b\r\n\r\n%b"
+
+
+def unframed(kind: bytes, body: bytes) -> Play:
+    """An answer that ends with its connection, as some proxies before an engine send it."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        await reply.raw(UNFRAMED % (kind, body))
+        reply.close()
+
+    return play
+
+
+async def test_a_stream_without_framing_is_whole_only_if_its_last_event_came():
+    """Its connection is closed in order: nothing but the events tells whether it was cut."""
+    first = event(chunk({"content": "The [DONE]"}))
+    ends = {CHAT: b"data: [DONE]", RESPONSES: b"event: response.completed\ndata: {}"}
+    async with router() as rig:
+        for path, last in ends.items():
+            rig.prefill.script(path, rig.prefill.prefill)
+            for rest in (last + b"\n\n", last, b""):
+                rig.decode.script(path, unframed(b"text/event-stream", first + rest))
+                answer = await rig.post(turn_body(stream=True, input="Hi"), path)
+                assert (answer.status, answer.whole) == (200, bool(rest))
+                assert answer.body.startswith(first + rest)
+                if not rest:
+                    assert json.loads(answer.events[-1])["error"]["code"] == 502
+
+
+@pytest.mark.parametrize("leg", ["prefill", "decode"])
+async def test_an_answer_without_framing_that_was_cut_is_a_502(leg):
+    """Half a JSON object is none, though its connection was closed in order; a whole one is one."""
+    async with router() as rig:
+        engine: StubEngine = getattr(rig, leg)
+        usual = (
+            engine.prefill_answer()
+            if leg == "prefill"
+            else engine.whole_answer(Seen("POST", CHAT, [], b"{}"))
+        )
+        whole = json.dumps(usual).encode()
+        engine.script(CHAT, unframed(b"application/json", whole))
+        assert (await rig.post(turn_body())).status == 200
+        engine.script(CHAT, unframed(b"application/json", whole[:-20]))
+        answer = await rig.post(turn_body())
+        assert answer.status == 502
+        assert leg in answer.json["error"]["message"]
 
 
 async def test_a_stream_that_falls_silent_ends_with_an_error():

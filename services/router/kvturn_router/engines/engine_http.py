@@ -76,6 +76,7 @@ class Exchange:
         "_unread",
         "_waiter",
         "ended",
+        "framed",
         "headers",
         "status",
     )
@@ -84,6 +85,9 @@ class Exchange:
         self.status = 0
         self.headers: list[tuple[bytes, bytes]] = []
         self.ended = False
+        self.framed = True
+        """Whether the answer says where it ends; else a connection that was cut looks like its end.
+        """
         self._connection = connection
         self._silence_s = silence_s
         self._has_head = False
@@ -185,10 +189,11 @@ class Exchange:
 
     # What the connection calls
 
-    def take_head(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    def take_head(self, status: int, headers: list[tuple[bytes, bytes]], *, framed: bool) -> None:
         """Takes the head, which is complete."""
         self.status = status
         self.headers = headers
+        self.framed = framed
         self._has_head = True
         self._wake()
 
@@ -366,7 +371,7 @@ class _Connection(asyncio.Protocol):
             return
         self._head_bytes = -1
         self._until_close = status not in (204, 304) and not self._is_framed()
-        self._exchange.take_head(status, self._headers)
+        self._exchange.take_head(status, self._headers, framed=not self._until_close)
 
     def _is_framed(self) -> bool:
         for name, _ in self._headers:  # noqa: SIM110 (any() takes five times as long)

@@ -6,6 +6,8 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import count
 from typing import Final
 
+import msgspec
+
 from kvturn.tracing import Span
 from kvturn_router.engines.engine_http import (
     EngineFault,
@@ -139,11 +141,28 @@ class Legs:
 async def whole_body(exchange: Exchange, bytes_max: int = ANSWER_BYTES_MAX) -> bytes:
     """Returns the whole body of an answer, decompressed. Raises EngineFault."""
     body = await exchange.body(bytes_max)
-    if exchange.header(b"content-encoding") not in (b"gzip", b"deflate"):
-        return body
-    unpacked = _unpacked(body, bytes_max)
-    exchange.headers = [item for item in exchange.headers if item[0] != b"content-encoding"]
-    return unpacked
+    if exchange.header(b"content-encoding") in (b"gzip", b"deflate"):
+        body = _unpacked(body, bytes_max)
+        exchange.headers = [item for item in exchange.headers if item[0] != b"content-encoding"]
+    if not exchange.framed and exchange.status == 200:
+        _check_end(exchange, body)
+    return body
+
+
+def _check_end(exchange: Exchange, body: bytes) -> None:
+    """Raises LostFault for JSON that was cut, where nothing but itself tells."""
+    if exchange.header(b"content-type").startswith(b"application/json"):
+        try:
+            msgspec.json.decode(body, type=msgspec.Raw)
+        except msgspec.DecodeError:
+            raise cut_off() from None
+        except RecursionError:
+            return
+
+
+def cut_off() -> LostFault:
+    """Returns what is wrong with an answer that ended early, though its connection was closed."""
+    return LostFault("the engine closed the connection within its answer", stale=False)
 
 
 def _unpacked(packed: bytes, bytes_max: int) -> bytes:

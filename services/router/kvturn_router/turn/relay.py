@@ -15,7 +15,14 @@ from kvturn_router.request.conversation import TurnReport
 from kvturn_router.request.intake import TurnRequest
 from kvturn_router.request.responses import RESPONSES
 from kvturn_router.turn.account import Account
-from kvturn_router.turn.legs import engine_error, refusal_of, relayed_headers, whole_body
+from kvturn_router.turn.legs import (
+    cut_off,
+    engine_error,
+    refusal_of,
+    relayed_headers,
+    whole_body,
+)
+from kvturn_router.turn.sse import EndWatch
 from kvturn_router.turn.stock import StockTap
 from kvturn_router.turn.usage import (
     COMPLETION_USAGE,
@@ -72,6 +79,7 @@ class Relay:
         self._clock_ns = clock_ns
         self._shape = RESPONSE_USAGE if request.path == RESPONSES else COMPLETION_USAGE
         self._usage: StreamUsage | None = None
+        self._end: EndWatch | None = None
 
     async def run(self, exchange: Exchange) -> TurnError | None:
         """Passes an answer on; returns what went wrong after it had begun, None if nothing did.
@@ -104,10 +112,14 @@ class Relay:
         length = exchange.header(b"content-length")
         untouched = self._usage is None and self.tap is None
         known = int(length) if untouched and length.isdigit() else None
+        if events and not compressed and not exchange.framed:
+            self._end = EndWatch()
         self._start(exchange, known, exchange)
         exchange.pass_to(self._pass_on)
         try:
             await exchange.finished()
+            if self._end is not None and not self._end.seen:
+                raise cut_off()
         except EngineFault as fault:
             error = engine_error(DECODE, fault)
             self._sink.fail(error)
@@ -128,6 +140,9 @@ class Relay:
             data = self._usage.feed(data) if data else data
             if last:
                 data += self._usage.finish()
+        if self._end is not None:
+            self._end.feed(data)
+            last = last and self._end.seen
         self._sink.write(data, last)
 
     def _start(self, exchange: Exchange, length: int | None, flow: Exchange | None) -> None:

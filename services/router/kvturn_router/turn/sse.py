@@ -8,6 +8,8 @@ _line = re.compile(rb"^data:[ ]?(.*?)\r?$", re.MULTILINE)
 DONE = b"[DONE]"
 """Payload of the event that ends an OpenAI stream."""
 
+_last_of_response = re.compile(rb"event:[ ]?(response\.(completed|incomplete|failed)|error)[\r\n]")
+
 EVENT_BYTES_MAX = 16 << 20
 """Longest event that is kept while its end is awaited."""
 
@@ -62,6 +64,28 @@ class EventSplitter:
         self._tail = (b"" if position else self._tail) + rest[1 - _END_BYTES_MAX :]
         self._tail = self._tail[1 - _END_BYTES_MAX :]
         return events
+
+
+class EndWatch:
+    """Tells whether a stream ended as OpenAI's do, where nothing else says that it was not cut."""
+
+    def __init__(self) -> None:
+        self._splitter = EventSplitter()
+        self._seen = False
+
+    @property
+    def seen(self) -> bool:
+        """Whether its last event came, or it cannot be told."""
+        return self._seen or self._splitter.too_long or _is_last(self._splitter.rest)
+
+    def feed(self, data: bytes) -> None:
+        """Takes more of the stream."""
+        if not self._splitter.too_long:
+            self._seen = self._seen or any(map(_is_last, self._splitter.feed(data)))
+
+
+def _is_last(event: bytes) -> bool:
+    return payload(event) == DONE or _last_of_response.match(event) is not None
 
 
 def payload_span(event: bytes) -> tuple[int, int] | None:
