@@ -132,6 +132,30 @@ async def test_workers_share_the_load_and_one_that_dies_is_replaced():
         assert f"(pid {pids[0]}) was ended by signal 9" in line
 
 
+async def test_a_worker_that_no_longer_answers_is_replaced(caplog: pytest.LogCaptureFixture):
+    """It is stopped, so it can end neither by itself nor by SIGTERM."""
+    stop = asyncio.Event()
+    flags = [*ENGINES, "--port=0", "--no-grpc", "--health-timeout-s=0.1"]
+    router = Workers(1, flags, 0.1, still_s=1.5)
+    running = asyncio.create_task(router.run(stop))
+
+    async def worker(besides: int = 0) -> int:
+        async with asyncio.timeout(GUARD_S):
+            while not (pids := {one.pid for one in router._running.values()} - {besides}):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return pids.pop()
+
+    async with asyncio.timeout(GUARD_S):
+        while not router._begun:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    stopped = await worker()
+    os.kill(stopped, signal.SIGSTOP)
+    assert await worker(besides=stopped) != stopped
+    assert "worker 1 has not answered for 1.5 s and is killed" in caplog.text
+    stop.set()
+    assert await running
+
+
 async def test_grpc_calls_are_shared_too():
     """Each connection of a gRPC client goes to one worker or another."""
     async with workers(2) as fleet:

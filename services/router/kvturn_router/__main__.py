@@ -59,6 +59,7 @@ from kvturn_router.turn.recent_turns import RecentTurns
 from kvturn_router.turn.stock import HandleBook
 from kvturn_router.turn.stock_reuse import StockReuse
 from kvturn_router.worker_pages import WorkerPages, WorkerPlace
+from kvturn_router.worker_pulse import beat
 from kvturn_router.workers import HeldPort, StartFault, Workers
 
 EXIT_OK = 0
@@ -193,6 +194,7 @@ async def _serve(config: RouterConfig, tracing: Tracing, place: WorkerPlace | No
     print(
         f"router listening on {scheme}://{address_of(config.host, server.port)}{grpc}", flush=True
     )
+    beating = None if place is None else asyncio.create_task(beat())
     await stop.wait()
     logging.getLogger("kvturn.router").info(
         "draining: %d turns in flight, for up to %g s",
@@ -200,6 +202,8 @@ async def _serve(config: RouterConfig, tracing: Tracing, place: WorkerPlace | No
         config.drain_notice_s + config.grace_s,
     )
     await server.stop()
+    if beating is not None:
+        beating.cancel()
     _ignore_signals()  # the last spans are still to be sent
 
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from kvturn_router.server import cannot_listen
+from kvturn_router.worker_pulse import STILL_S, until_still
 
 logger = logging.getLogger("kvturn.router.workers")
 
@@ -79,11 +80,17 @@ class Workers:
     """Keeps `count` workers running. `arguments` are a worker's flags, its ports among them.
 
     `folder` is where they tell each other their metrics, "" for not.
-    `grace_s` is how long a worker may serve on once it is told to end.
+    `grace_s` is how long a worker may serve on once it is told to end, `still_s` how long one may
+    give no sign of life.
     """
 
     def __init__(
-        self, count: int, arguments: Sequence[str], grace_s: float, folder: str = ""
+        self,
+        count: int,
+        arguments: Sequence[str],
+        grace_s: float,
+        folder: str = "",
+        still_s: float = STILL_S,
     ) -> None:
         assert count >= 1
         self._count = count
@@ -96,6 +103,7 @@ class Workers:
         )
         self._arguments = (folder, *arguments)
         self._grace_s = grace_s
+        self._still_s = still_s
         self._running: dict[int, asyncio.subprocess.Process] = {}
         self._listening: set[int] = set()
         self._begun = False
@@ -141,7 +149,9 @@ class Workers:
             )
             self._running[number] = process
             await self._until_it_listens(number, process)
+            watching = asyncio.create_task(self._end_if_still(number, process))
             status = await process.wait()
+            watching.cancel()
             del self._running[number]
             if self._stop.is_set():
                 # The signal may have come before the worker knew what to do with it.
@@ -181,6 +191,15 @@ class Workers:
         if not self._begun and len(self._listening) == self._count:
             self._begun = True
             print(line.decode().rstrip(), flush=True)
+
+    async def _end_if_still(self, number: int, process: asyncio.subprocess.Process) -> None:
+        """Kills a worker that no longer answers; at the end the grace bounds how long it may."""
+        assert process.stdout is not None
+        if await until_still(process.stdout, self._still_s) and not self._stop.is_set():
+            logger.error(
+                "worker %d has not answered for %g s and is killed", number + 1, self._still_s
+            )
+            process.kill()
 
 
 def _ending(status: int) -> str:
