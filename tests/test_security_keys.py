@@ -3,6 +3,7 @@
 import asyncio
 import json
 import logging
+import os
 from pathlib import Path
 
 import grpc
@@ -35,6 +36,12 @@ def keys_file(tmp_path: Path) -> Path:
     file.write_text(f"# clients\n\n{KEY} team-a  # the first\n{OTHER}\n")
     file.chmod(0o600)
     return file
+
+
+def write(file: Path, text: str) -> None:
+    """Writes a file as of a while ago."""
+    file.write_text(text)
+    os.utime(file, ns=(0, file.stat().st_mtime_ns - 10**9))
 
 
 class Time:
@@ -191,10 +198,10 @@ async def test_no_key_and_no_prompt_is_in_logs_or_spans(
 
 
 def test_keys_are_read_again_when_their_file_changes(keys_file: Path) -> None:
-    """The next look is a second later; old keys are gone then."""
+    """Old keys are gone with the next look, also where nobody looked for long."""
     time = Time()
     keys = Watched((keys_file,), lambda: parse_keys("keys", keys_file), time)
-    keys_file.write_text(f"{OTHER}x team-b\n")
+    write(keys_file, f"{OTHER}x team-b\n")
     assert keys.value.name_of(KEY.encode()) == "team-a"
     time.now_s = LOOK_INTERVAL_S
     assert keys.value.name_of(KEY.encode()) is None
@@ -211,15 +218,30 @@ def test_a_broken_new_file_keeps_the_old_keys_with_one_line(
     if broken is None:
         keys_file.unlink()
     else:
-        keys_file.write_text(broken)
+        write(keys_file, broken)
     for _ in range(3):
         time.now_s += LOOK_INTERVAL_S
         assert keys.value.name_of(KEY.encode()) == "team-a"
     [record] = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert str(keys_file) in record.getMessage()
-    keys_file.write_text(f"{OTHER}\n")
+    write(keys_file, f"{OTHER}\n")
     time.now_s += LOOK_INTERVAL_S
     assert keys.value.name_of(KEY.encode()) is None
+
+
+def test_a_file_is_read_once_it_is_written_whole(
+    keys_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Written in place, slowly: emptied, then line by line; no look takes a part for the whole."""
+    time = Time()
+    keys = Watched((keys_file,), lambda: parse_keys("keys", keys_file), time)
+    for part in ("", f"{OTHER} team-b\n", f"{OTHER} team-b\n{KEY} team-c\n"):
+        keys_file.write_text(part)
+        time.now_s += LOOK_INTERVAL_S
+        assert keys.value.name_of(KEY.encode()) == "team-a"
+    assert not caplog.records
+    time.now_s += LOOK_INTERVAL_S
+    assert keys.value.name_of(KEY.encode()) == "team-c"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import socket
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -217,6 +218,25 @@ async def test_new_certificates_are_used_for_new_connections(
         async with dial(rig, strangers.ca, old) as stub:
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.Complete(complete(), timeout=GUARD_S)
+
+
+async def test_a_router_ends_with_the_certificates_that_it_serves_with(ours: Authority) -> None:
+    """New files are broken when it is told to end: a connection that was made is served all the
+    same."""
+    pair = ours.issue()
+    async with router(*flags_of(pair), "--grace-s=10", ready=False) as rig:
+        await until_decode_is_up(rig)
+        assert (await ask(rig, context(ours.ca))).status == 200
+        pair.key.write_text("broken")
+        made = socket.create_connection(("127.0.0.1", rig.server.port))  # behind the loop's back
+        stopping = asyncio.create_task(rig.server.stop())
+        streams = await asyncio.open_connection(
+            sock=made, ssl=context(ours.ca), server_hostname="127.0.0.1"
+        )
+        client = Client(*streams)
+        await client.send("POST", "/v1/chat/completions", json.dumps(turn_body()).encode())
+        assert (await client.answer()).status == 200
+        await stopping
 
 
 # --- the router as a client of engines ----------------------------------------------------------

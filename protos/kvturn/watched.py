@@ -1,8 +1,9 @@
 """What files say, read again when they change.
 
 Keys and certificates are rotated by replacing their files. Nobody is told of that: whoever uses
-what a file says looks, at most once a second, whether it is still the file that was read. A new
-file that cannot be used changes nothing but one line in the log.
+what a file says looks, at most twice a second, whether it is still the file that was read. One
+that was written just now may not be written whole: it is read at the next look, if it is the same
+then. A new file that cannot be used changes nothing but one line in the log.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ logger = logging.getLogger("kvturn.files")
 
 T = TypeVar("T")
 
-LOOK_INTERVAL_S = 1.0
-"""Least time between two looks at the files."""
+LOOK_INTERVAL_S = 0.5
+"""Least time between two looks at the files, and how old one must be to have been written whole."""
+
+_Signature = tuple[tuple[int, int, int] | None, ...]
 
 
 class FileFault(Exception):
@@ -43,6 +46,7 @@ class Watched(Generic[T]):
         self._clock_s = clock_s
         # Before reading: what changes meanwhile is found at the next look.
         self._seen = self._signature()
+        self._changing: _Signature | None = None
         self._look_at_s = clock_s() + LOOK_INTERVAL_S
         self._value = read()
 
@@ -58,16 +62,20 @@ class Watched(Generic[T]):
     def _look(self) -> None:
         seen = self._signature()
         if seen == self._seen:
+            self._changing = None
             return
-        self._seen = seen
+        if seen != self._changing and _is_young(seen):
+            self._changing = seen
+            return
+        self._seen, self._changing = seen, None
         try:
             self._value = self._read()
-        except FileFault as fault:
+        except (FileFault, OSError) as fault:  # a file may go while it is read
             logger.error("%s; what was read before stays in force", fault)
         else:
             logger.info("read again: %s", ", ".join(map(str, self._files)))
 
-    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _signature(self) -> _Signature:
         return tuple(map(_signature, self._files))
 
 
@@ -77,6 +85,12 @@ def _signature(file: Path) -> tuple[int, int, int] | None:
     except OSError:
         return None
     return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+def _is_young(signature: _Signature) -> bool:
+    """Tells whether a file was written just now, or its time says nothing."""
+    now_ns = time.time_ns()
+    return any(one is not None and now_ns - one[0] < LOOK_INTERVAL_S * 1e9 for one in signature)
 
 
 def read_file(setting: str, file: Path) -> bytes:

@@ -6,7 +6,7 @@ import errno
 import os
 import resource
 import socket
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from kvturn.metrics import Histogram
 from kvturn.tls import ServerTls
@@ -18,6 +18,9 @@ from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import ClientConnection, Listener
 from kvturn_router.turn.forward import Forwarder, LeaseReuse
 from kvturn_router.worker_pages import WorkerPages
+
+if TYPE_CHECKING:
+    import ssl
 
 _BACKLOG: Final = 4096
 _SWEEP_S: Final = 1.0
@@ -71,6 +74,7 @@ class RouterServer:
         self._pages = pages
         self._lag = lag
         self._server: asyncio.Server | None = None
+        self._context: ssl.SSLContext | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._changed = asyncio.Event()
         self.port = 0
@@ -98,6 +102,7 @@ class RouterServer:
 
     async def _bind(self) -> asyncio.Server:
         host = self._config.host
+        self._context = None if self._tls is None else self._tls.context()
         try:
             server = await asyncio.get_running_loop().create_server(
                 lambda: ClientConnection(self._listener),
@@ -105,7 +110,7 @@ class RouterServer:
                 self._config.port,
                 backlog=_BACKLOG,
                 reuse_port=self._shares_ports,
-                ssl=None if self._tls is None else self._tls.context(),
+                ssl=self._context,
                 ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
                 start_serving=False,
             )
@@ -228,7 +233,7 @@ class RouterServer:
         await asyncio.get_running_loop().connect_accepted_socket(
             lambda: ClientConnection(self._listener),
             connection,
-            ssl=None if self._tls is None else self._tls.context(),
+            ssl=self._context,
             ssl_handshake_timeout=None if self._tls is None else _HANDSHAKE_S,
         )
 
@@ -240,8 +245,9 @@ class RouterServer:
 
     async def _until_nothing_underway(self) -> None:
         """Waits while requests may be on their way on connections that were taken."""
-        if self._grpc is not None and self._grpc.used:
-            await asyncio.sleep(_UNDERWAY_S)  # gRPC does not tell of its connections.
+        if self._tls is not None or (self._grpc is not None and self._grpc.used):
+            # gRPC does not tell of its connections, nor TLS of those that shake hands.
+            await asyncio.sleep(_UNDERWAY_S)
             return
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_UNDERWAY_S):
