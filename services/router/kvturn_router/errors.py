@@ -91,8 +91,8 @@ def shown(text: str) -> str:
 
 
 def bad_field(name: str, message: str) -> TurnError:
-    """Returns the 400 that names a field of the request."""
-    return TurnError(400, message, reason="FIELD_INVALID", param=name)
+    """Returns the 400 that names a field of the request, which may be a client's own word."""
+    return TurnError(400, message, reason="FIELD_INVALID", param=shown(name))
 
 
 class EngineRefusal(TurnError):

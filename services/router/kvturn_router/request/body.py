@@ -224,8 +224,7 @@ def _refuse_repeated_names(body: bytes, members: Members) -> None:
     # Numbers stay text: Python refuses to make integers of thousands of digits.
     for name, _ in json.loads(body, object_pairs_hook=list, parse_int=str):
         if name in seen:
-            name = shown(name)
-            raise bad_field(name, f"{name} is given more than once.")
+            raise bad_field(name, f"{shown(name)} is given more than once.")
         seen.add(name)
 
 
