@@ -489,6 +489,21 @@ async def test_many_cancelled_streams_leave_nothing_behind():
         await rig.until(lambda: len(asyncio.all_tasks()) <= tasks)
 
 
+async def test_a_burst_of_calls_waits_for_its_turn():
+    """1,500 calls come while the router is busy: fewer than it takes, and none is dropped.
+
+    They are sent from its own thread, so that it takes none before all are on their way.
+    """
+    async with router() as rig:
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(f"127.0.0.1:{rig.server.grpc_port}", options=own) as channel:
+            stub = router_pb2_grpc.RouterServiceStub(channel)
+            request = router_pb2.GetConversationRequest()
+            calls = [stub.GetConversation.future(request) for _ in range(1500)]
+            codes = await asyncio.to_thread(lambda: {call.code() for call in calls})
+        assert codes == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
 async def test_a_client_that_pings_often_is_not_sent_away():
     """Ten pings a second, without a call and within one: no GOAWAY, the next call succeeds."""
     eager = [

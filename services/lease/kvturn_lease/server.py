@@ -101,6 +101,9 @@ def _options(config: LeaseConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", config.message_bytes_max),
         ("grpc.max_send_message_length", config.message_bytes_max),
+        # Calls that wait for the event loop: gRPC would drop some above 1,000, as CANCELLED.
+        ("grpc.server.max_pending_requests", _calls_max(config)),
+        ("grpc.server.max_pending_requests_hard_limit", _calls_max(config) + 1),
         # Finds connections whose other end is gone without a word, also while there is nothing
         # to be said on them.
         ("grpc.keepalive_time_ms", ttl_ms // 2),

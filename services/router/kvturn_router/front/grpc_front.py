@@ -234,6 +234,11 @@ class GrpcFront:
             maximum_concurrent_rpcs=calls_max,
             options=(
                 ("grpc.max_concurrent_streams", calls_max),
+                # Calls that wait for the event loop: gRPC would drop some above 1,000, and all
+                # after 30 s, as CANCELLED. How long one waits is its deadline's to say.
+                ("grpc.server.max_pending_requests", calls_max),
+                ("grpc.server.max_pending_requests_hard_limit", calls_max + 1),
+                ("grpc.server_max_unrequested_time_in_server", round(_MESSAGE_S)),
                 # A message above this is refused by gRPC itself, without ErrorInfo; up to it the
                 # servicer says which limit a body is above.
                 ("grpc.max_receive_message_length", 2 * body_bytes_max + (1 << 20)),
