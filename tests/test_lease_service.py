@@ -894,6 +894,20 @@ async def test_reflection_is_served(service: Service) -> None:
         assert {"kvturn.v1.LeaseService", "grpc.health.v1.Health"} <= names
 
 
+async def test_a_burst_of_questions_waits_for_its_turn(service: Service) -> None:
+    """1,500 come while the service is busy, as after a pause: none is dropped.
+
+    They are sent from its own thread, so that it takes none before all are on their way.
+    """
+    own = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(f"127.0.0.1:{service.port}", options=own) as channel:
+        stub = lease_pb2_grpc.LeaseServiceStub(channel)
+        request = lease_pb2.GetLeaseRequest(lease_id="inc-d1.1.1")
+        calls = [stub.GetLease.future(request) for _ in range(1500)]
+        codes = await asyncio.to_thread(lambda: {call.code() for call in calls})
+    assert codes == {grpc.StatusCode.NOT_FOUND}
+
+
 async def test_eager_pings_are_never_answered_with_goaway(service: Service) -> None:
     """Clients ping as fast as gRPC lets them, idle and with an open stream; both stay connected.
 
