@@ -7,16 +7,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvturn.v1 import lease_pb2
-from kvturn_cli.arguments import at_most, name, tenant
+from kvturn_cli.arguments import name, tenant
 from kvturn_cli.fields import Fields, conversation_fields
 from kvturn_cli.lease_connection import LeaseConnection
-from kvturn_cli.listing import Answer, add_list_flags, listed, operator_parser
+from kvturn_cli.listing import Answer, add_limit_flag, add_list_flags, listed, operator_parser
 from kvturn_cli.lookup import LISTED_MAX
 from kvturn_cli.quantities import UNKNOWN, count, share, span
 from kvturn_cli.table import Column, table
 from kvturn_cli.turns import verdict_style
-
-LISTED = 50
 
 
 def main(argv: list[str]) -> int:
@@ -36,14 +34,7 @@ def main(argv: list[str]) -> int:
         help="only those whose KV this engine holds or last held",
     )
     add("--retained", action="store_true", variable=False, help="only those that retain something")
-    add(
-        "--limit",
-        type=at_most(LISTED_MAX),
-        default=LISTED,
-        variable=False,
-        metavar="N",
-        help=f"list so many at most, 1 to {LISTED_MAX}",
-    )
+    add_limit_flag(parser, LISTED_MAX)
     add_list_flags(parser)
     args = parser.parse_args(argv)
     return listed(parser, args, lambda connection: _look(connection, args))

@@ -7,15 +7,14 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from kvturn.v1 import lease_pb2
-from kvturn_cli.arguments import at_most, name
+from kvturn_cli.arguments import name
 from kvturn_cli.fields import Fields, lease_fields
 from kvturn_cli.lease_connection import LeaseConnection
-from kvturn_cli.listing import Answer, add_list_flags, listed, operator_parser
+from kvturn_cli.listing import Answer, add_limit_flag, add_list_flags, listed, operator_parser
 from kvturn_cli.lookup import add_name_flags, conversations_named
 from kvturn_cli.quantities import UNKNOWN, count, span
 from kvturn_cli.table import Column, table
 
-LISTED = 50
 LISTED_MAX = 200_000
 """As many as there may be."""
 STATES = ("active", "reading", "ending")
@@ -37,14 +36,7 @@ def main(argv: list[str]) -> int:
     )
     add_name_flags(parser)
     add("--state", choices=STATES, variable=False, help="only those in this state")
-    add(
-        "--limit",
-        type=at_most(LISTED_MAX),
-        default=LISTED,
-        variable=False,
-        metavar="N",
-        help=f"list so many at most, 1 to {LISTED_MAX}",
-    )
+    add_limit_flag(parser, LISTED_MAX)
     add_list_flags(parser)
     args = parser.parse_args(argv)
     if args.conversation is None and (args.model is not None or args.tenant is not None):

@@ -13,10 +13,11 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from kvturn_cli.arguments import Parser, seconds
+from kvturn_cli.arguments import Parser, at_most, seconds
 from kvturn_cli.interrupts import ended_by_signals
 from kvturn_cli.lease_connection import VARIABLES, LeaseConnection, NoAnswer, add_flags
 
+LISTED = 50
 WATCH_S = 2.0
 
 _ENDLESS = 100_000
@@ -56,6 +57,18 @@ def add_list_flags(parser: Parser) -> None:
         variable=False,
         metavar="SECONDS",
         help=f"look again and again, every {WATCH_S:.0f} s or as told; Ctrl-C ends it",
+    )
+
+
+def add_limit_flag(parser: Parser, most: int) -> None:
+    """Adds --limit, up to `most`."""
+    parser.add_argument(
+        "--limit",
+        type=at_most(most),
+        default=LISTED,
+        variable=False,
+        metavar="N",
+        help=f"list so many at most, 1 to {most}",
     )
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, TypeAlias
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvturn.span_export import SpanQueue
+
 OTHER = "other"
 """The label of all that would be too many by name."""
 
@@ -90,3 +92,8 @@ class PageWriter:
         """Adds the samples of a family with one label, by its value."""
         for label, value in values.items():
             self.put(family, value, label)
+
+    def put_spans(self, family: Family, spans: SpanQueue | None) -> None:
+        """Adds how many spans were delivered and dropped; None: tracing is off."""
+        self.put(family, 0 if spans is None else spans.sent, "sent")
+        self.put(family, 0 if spans is None else spans.dropped, "dropped")

@@ -224,8 +224,7 @@ class LeaseMetrics:
         age_ns = 0 if leading is None else now_ns - self._servicer.term_began_ns
         page.put(TERM_AGE, age_ns / _SECOND_NS)
         page.put(STORE_WAITING, 0 if leading is None else leading.store.waiting)
-        page.put(SPANS, 0 if self._spans is None else self._spans.sent, "sent")
-        page.put(SPANS, 0 if self._spans is None else self._spans.dropped, "dropped")
+        page.put_spans(SPANS, self._spans)
         page.put(ROUTER_SESSIONS, 0 if leading is None else leading.routers.count)
         page.put(TURNS_IN_FLIGHT, 0 if leading is None else leading.routers.turns_in_flight)
         if leading is not None:

@@ -156,8 +156,7 @@ class RouterMetrics:
         lease = self.forwarder.lease
         page.put(SESSION_UP, int(lease is not None and lease.session.up))
         page.put(SESSIONS, 0 if lease is None else lease.session.sessions)
-        page.put(SPANS, 0 if self.spans is None else self.spans.sent, "sent")
-        page.put(SPANS, 0 if self.spans is None else self.spans.dropped, "dropped")
+        page.put_spans(SPANS, self.spans)
         page.put(SPANS_WAITING, 0 if self.spans is None else self.spans.waiting)
         return {**page.page, **process_page()}
 
