@@ -186,7 +186,7 @@ def test_help_names_every_command_and_imports_none() -> None:
 
 @pytest.mark.parametrize("service", ["kvturn_router", "kvturn_lease"])
 def test_a_service_imports_opentelemetry_only_where_spans_are_exported(service: str) -> None:
-    """Without a collector nothing of it is needed, and it takes a fifth of the start."""
+    """Without a collector nothing of it is needed, and loading it takes long."""
     done = started(service, "--help")
     assert done.returncode == 0
     assert "grpc" in done.stderr.split()

@@ -1,6 +1,6 @@
 """Spans on their way to a collector: OTLP over gRPC or HTTP, by OpenTelemetry's own exporters.
 
-To be imported only where spans are exported: the library takes a fifth of a process's start.
+To be imported only where spans are exported: a lease service starts in a quarter less without it.
 """
 
 import logging
