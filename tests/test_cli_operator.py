@@ -84,7 +84,7 @@ async def test_conversations_are_listed_with_their_latest_turn(guests: Guests) -
     trip = rows["trip-42"]
     assert (trip["turns"], trip["turns_in_flight"], trip["retained_tokens"]) == (2, 0, 1_024)
     assert (trip["engine_id"], trip["leases"]) == ("decode-0", 1)
-    assert 890 < trip["idle_in_s"] <= 900
+    assert 600 < trip["idle_in_s"] <= 900  # Of 900, less what the machine took since.
     assert trip["latest_turn"]["verdict"] == "reused"
     assert rows["flying"]["turns_in_flight"] == 1
     assert rows["flying"]["latest_turn"] is None

@@ -129,13 +129,13 @@ class Conversation:
         return Prefilled(params, report, {one["token"]: one["logprob"] for one in top})
 
     def decode(
-        self, messages: list[Message], params: dict[str, Any], max_tokens: int = 24, **body: Any
+        self, messages: list[Message], params: dict[str, Any], max_tokens: int = 12, **body: Any
     ) -> str:
         """Runs a decode leg that belongs to this conversation. Returns the text."""
         return str(self.decoded(messages, params, max_tokens, **body)["message"]["content"])
 
     def decoded(
-        self, messages: list[Message], params: dict[str, Any], max_tokens: int = 24, **body: Any
+        self, messages: list[Message], params: dict[str, Any], max_tokens: int = 12, **body: Any
     ) -> dict[str, Any]:
         """As `decode`; returns the whole choice."""
         answer = post(
@@ -154,7 +154,7 @@ class Conversation:
         self.held_ids = [*answer["prompt_token_ids"], *choice["token_ids"]][:-1]
         return choice
 
-    def say(self, text: str, prefill: int = 0, max_tokens: int = 24, **body: Any) -> str:
+    def say(self, text: str, prefill: int = 0, max_tokens: int = 12, **body: Any) -> str:
         """Holds one turn without reuse, grows the history and waits for the grant."""
         self.turn += 1
         self.messages.append({"role": "user", "content": text})

@@ -24,7 +24,7 @@ TOOLS = (
     *("--override-generation-config", '{"temperature": 0}'),
 )
 """Engines whose model calls a tool if a request has one."""
-SMALL_BLOCKS = 24
+SMALL_BLOCKS = 16
 SMALL_PREFILL_BLOCKS = 200
 SMALL_TTL_S = 3.0
 SMALL_LONGEST_READ_S = 1.5
@@ -53,7 +53,7 @@ def run_dir(name: str) -> Path:
 
 @contextlib.contextmanager
 def small_stack(name: str, version: str, **env: str) -> Iterator[Stack]:
-    """One prefill engine and a decode engine whose KV memory holds four conversations.
+    """One prefill engine and a decode engine whose KV memory holds five conversations.
 
     The times of the lease rules are short, so that what runs out runs out within seconds; an
     engine that is frozen meanwhile stays in the router's fleet.
@@ -64,7 +64,7 @@ def small_stack(name: str, version: str, **env: str) -> Iterator[Stack]:
         run_dir=run_dir(f"{version}-{name}"),
         model=MODEL,
         vllm_python=vllm_python(version),
-        max_model_len=2048,
+        max_model_len=1536,
         lease_args=(
             *("--session-ttl", str(SMALL_TTL_S), "--heartbeat", "0.5"),
             *("--longest-read", str(SMALL_LONGEST_READ_S)),

@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 from conversation import Conversation, distance
 from prose import document
 
+from kvturn_cli.engine import data_type
+
 if TYPE_CHECKING:
     from kvturn_cli.stack import Stack
 
-PAIRS = 8
+PAIRS = 8 if data_type() == "bfloat16" else 2
+"""In float32 there is next to no noise: less than 0.0005 in each of eight pairs."""
 MARGIN = 1.25
 """The largest of a few draws understates the largest of many."""
-LEAST = 0.05
-"""Bound where rounding makes less; planted wrong KV must stand out of it by the same factor."""
+LEAST = 0.01
+"""Bound where rounding makes less; wrong KV is a thousand times as far away."""
 
 
 def measured_noise(stack: Stack) -> float:
@@ -27,8 +30,8 @@ def measured_noise(stack: Stack) -> float:
     distances = []
     for index in range(PAIRS):
         chat = Conversation(stack, "")
-        question = {"role": "user", "content": document(f"noise {index}") + "\nSay more."}
-        reply = chat.generate_alone([question], prefill=1, max_tokens=150)
+        question = {"role": "user", "content": document(f"noise {index}", 150) + "\nSay more."}
+        reply = chat.generate_alone([question], prefill=1, max_tokens=80)
         whole = [
             question,
             {"role": "assistant", "content": reply},

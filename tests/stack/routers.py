@@ -94,7 +94,7 @@ class Answered(NamedTuple):
     def goes_on(self) -> bool:
         """Whether the router found what the turn before left, and its history was not computed."""
         tokens = int(self.told["reused-tokens"]) + int(self.told["local-tokens"])
-        return self.told["verdict"] in FOUND and tokens > 200
+        return self.told["verdict"] in FOUND and tokens > 120
 
 
 def ask(

@@ -55,7 +55,7 @@ def test_a_local_turn_is_told_and_read_from(stack: Stack, chooser: Router) -> No
     held_tokens = Conversation(stack, name).resolve(3).token_count
     said = streamed.usage["completion_tokens"]
     assert held_tokens == streamed.usage["prompt_tokens"] + said - 1
-    pulled = talk.say(document("a long question", 1) + "\nAnd what of this?", chooser.url)
+    pulled = talk.say(document("a long question", 100) + "\nAnd what of this?", chooser.url)
     assert (pulled.told["plan"], pulled.told["verdict"]) == ("pull", "reused")
     assert int(pulled.told["reused-tokens"]) == held_tokens == pulled.cached_tokens
 

@@ -46,7 +46,7 @@ def started(stack: Stack, name: str, prefill: int, tenant: str = "") -> Conversa
     """A conversation after its first turn, about a document."""
     chat = Conversation(stack, name, tenant)
     chat.say(
-        document(name) + "\nWhat is the capital of France?", prefill=1 - prefill, max_tokens=48
+        document(name) + "\nWhat is the capital of France?", prefill=1 - prefill, max_tokens=16
     )
     return chat
 
@@ -71,9 +71,7 @@ def test_noise_is_small_and_wrong_kv_stands_out(stack: Stack, noise: float) -> N
         lease_pb2.BeginReadRequest(lease_id=lease_id, conversation=victim.key), timeout=5
     )
     assert begun.granted
-    prompt = [
-        {"role": "user", "content": document("planted", 4) + "\nWhat is the capital of Italy?"}
-    ]
+    prompt = [{"role": "user", "content": document("planted") + "\nWhat is the capital of Italy?"}]
     chat = Conversation(stack, "planted", turn=1)
     with planted_lease(stack, chat, prompt, begun) as planted_id:
         wrong = chat.prefill(prompt, 0, planted_id)
@@ -121,7 +119,7 @@ def test_growing_history_that_prefill_has_cached_in_part(stack: Stack, noise: fl
     """Prefill computed the first turn and cached it: only the reply is read from decode."""
     chat = Conversation(stack, "cached-in-part")
     chat.say(
-        document("cached-in-part") + "\nTell me more.", prefill=1, max_tokens=200, ignore_eos=True
+        document("cached-in-part") + "\nTell me more.", prefill=1, max_tokens=80, ignore_eos=True
     )
     held = chat.resolve().token_count
     messages = [*chat.messages, {"role": "user", "content": "Go on."}]

@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import grpc
 from conversation import GRANT_TIMEOUT_S, Conversation, post
 from prose import document
+from routers import FOUND
 
 from kvturn.v1 import common_pb2, lease_pb2, router_pb2, router_pb2_grpc
 from kvturn_cli.leash import descendants
@@ -59,7 +60,7 @@ def timed_chat(
             {
                 "model": stack.served_model_name,
                 "messages": messages,
-                "max_tokens": 24,
+                "max_tokens": 12,
                 "temperature": 0,
                 "stream": True,
             }
@@ -119,8 +120,8 @@ def test_a_conversation_comes_home(stack: Stack) -> None:
     for question in ("And of Italy?", "And of Spain?"):
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
         reply, told = chat(stack, "home", messages)
-        assert told["verdict"] in ("reused", "partial_prefix")
-        assert int(told["reused-tokens"]) + int(told["local-tokens"]) > 400
+        assert told["verdict"] in FOUND
+        assert int(told["reused-tokens"]) + int(told["local-tokens"]) > 120
     url = f"{stack.router_url}/kvturn/v1/conversations/home?model={stack.served_model_name}"
     with urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=10):
         pass
@@ -201,8 +202,10 @@ def test_one_trace_per_turn_from_router_to_connectors(stack: Stack) -> None:
     messages = [{"role": "user", "content": document("trace") + "\nWhat is the capital of France?"}]
     reply, _ = chat(stack, "trace", messages)
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
-    chat(stack, "trace", messages, traceparent=traceparent)
-    wanted = {"turn", "prefill", "decode", "begin_read", "kv_read", "grant", "BeginRead", "Grant"}
+    _, told = chat(stack, "trace", messages, traceparent=traceparent)
+    wanted = {"turn", "prefill", "decode", "begin_read", "grant", "BeginRead", "Grant"}
+    if told["verdict"] != "below_threshold":  # As where prefill has it in a cache of its own.
+        wanted.add("kv_read")
 
     def seen() -> dict[str, dict[str, Any]]:
         return {span["name"]: span for span in spans(stack) if span["traceId"] == trace_id}
@@ -238,7 +241,7 @@ def test_turn_ended_by_a_stop_string_is_retained(stack: Stack) -> None:
     assert (
         turn.decoded(messages, params, 60, stop=[" "], ignore_eos=True)["finish_reason"] == "stop"
     )
-    assert turn.resolve(1).token_count > 400
+    assert turn.resolve(1).token_count > 180
 
 
 def test_turn_of_a_client_that_hung_up_is_retained(stack: Stack) -> None:

@@ -23,12 +23,12 @@ BLOCK_TOKENS = 128
 def begun(stack: Stack, name: str, tenant: str = "") -> Conversation:
     """A conversation after a turn through both engines."""
     chat = Conversation(stack, name, tenant)
-    chat.say(document(name) + "\nWhat is the capital of France?", max_tokens=48)
+    chat.say(document(name) + "\nWhat is the capital of France?", max_tokens=16)
     return chat
 
 
 def local_turn(
-    chat: Conversation, messages: list[dict[str, str]], max_tokens: int = 24, **body: Any
+    chat: Conversation, messages: list[dict[str, str]], max_tokens: int = 12, **body: Any
 ) -> dict[str, Any]:
     """Serves a turn on decode alone, as the router sends it, and returns the answer."""
     chat.turn += 1

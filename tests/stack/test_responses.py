@@ -55,14 +55,14 @@ def test_a_growing_history_reuses(stack: Stack, *, stream: bool) -> None:
     assert answered.goes_on, answered.told
     assert text_of(second)
     reused, local = int(answered.told["reused-tokens"]), int(answered.told["local-tokens"])
-    assert cached(second) == reused + local > 400
+    assert cached(second) == reused + local > 180
     assert second["usage"]["input_tokens"] == int(answered.told["prompt-tokens"])
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 def test_a_response_goes_on_from_a_kept_one(stack: Stack, *, stream: bool) -> None:
     """Only what is new is sent: the engine that keeps the response has its history, and its KV."""
-    question = document(f"kept {stream}", 5) + "\nWhat is the capital of France?"
+    question = document(f"kept {stream}", 300) + "\nWhat is the capital of France?"
     latest, answered = respond(stack, question)
     name = answered.told["conversation"]
     held = Conversation(stack, name).resolve(1).token_count
@@ -72,7 +72,7 @@ def test_a_response_goes_on_from_a_kept_one(stack: Stack, *, stream: bool) -> No
         assert (answered.told["plan"], answered.told["verdict"]) == ("local", "local")
         assert second["previous_response_id"] == latest["id"]
         assert second["usage"]["input_tokens"] > latest["usage"]["input_tokens"]
-        assert cached(second) == held // BLOCK_TOKENS * BLOCK_TOKENS > 400
+        assert cached(second) == held // BLOCK_TOKENS * BLOCK_TOKENS > BLOCK_TOKENS
         report = reported(stack, name, number)
         assert report["local_tokens"] == cached(second)
         assert report["prompt_tokens"] == second["usage"]["input_tokens"]

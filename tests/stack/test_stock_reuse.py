@@ -83,7 +83,7 @@ def test_growing_history_is_reused_once(stock: Stack) -> None:
     messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": "And Italy?"}]
     warm, told = chat(stock, "grow", messages)
     assert told["verdict"] == "reused"
-    assert int(told["reused-tokens"]) > 400
+    assert int(told["reused-tokens"]) > 180
     cold, told = chat(stock, "grow", messages, X_Kvturn_Reuse="off")
     assert told["reused-tokens"] == "0"
     assert warm == cold
