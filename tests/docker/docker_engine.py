@@ -78,14 +78,8 @@ class DockerEngine:
         host = f"unix://{scratch}/docker.sock"
         self.environment["DOCKER_HOST"] = host
         FOLDER.mkdir(parents=True, exist_ok=True)
-        command = [
-            dockerd,
-            "--data-root",
-            str(FOLDER / "data"),
-            "--exec-root",
-            str(scratch / "run"),
-        ]
-        command += ["--pidfile", str(scratch / "dockerd.pid"), "--host", host]
+        command = [dockerd, "--host", host, "--pidfile", str(scratch / "dockerd.pid")]
+        command += ["--data-root", str(FOLDER / "data"), "--exec-root", str(scratch / "run")]
         with (FOLDER / "dockerd.log").open("wb") as log:
             self._dockerd = subprocess.Popen(
                 command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

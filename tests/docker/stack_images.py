@@ -107,7 +107,9 @@ def _debian(engine: DockerEngine, suite: str, packages: str) -> str:
     assert debootstrap is not None, f"there is no debootstrap: {INSTALL}"
     FOLDER.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER) as folder:
-        command = [debootstrap, "--variant=minbase", f"--include={packages}", suite, folder]
+        # It mounts /proc in there; in a namespace of its own nothing stays mounted.
+        alone = ["unshare", "--mount", debootstrap]
+        command = [*alone, "--variant=minbase", f"--include={packages}", suite, folder]
         log = FOLDER / f"debootstrap-{suite}.log"
         _say(f"image of Debian {suite}: making; see {log}")
         with log.open("wb") as out:
