@@ -16,6 +16,7 @@ from kvturn_cli.engine import data_type
 
 FOLDER = ROOT / "deploy" / "compose"
 FILES = ("compose.yaml",)
+HTTP_TIMEOUT_S = 300
 
 
 class ComposeStack:
@@ -35,6 +36,8 @@ class ComposeStack:
             **variables,
             "CPU_DTYPE": data_type(),
             "COMPOSE_PROJECT_NAME": project,
+            # docker-compose 1.29 gives up when the engine takes a minute for something.
+            "COMPOSE_HTTP_TIMEOUT": str(HTTP_TIMEOUT_S),
             "PATH": f"{Path(engine.client).parent}:{os.environ['PATH']}",
         }
         self.command = [*_compose(engine), *(part for file in files for part in ("-f", file))]
