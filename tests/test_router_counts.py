@@ -57,7 +57,7 @@ async def one_turn(rig: Rig, number: int, chance: random.Random) -> int:
     client = await rig.client()
     await client.send("POST", CHAT, json.dumps(body).encode())
     status = 0
-    patience_s = 0.5 if chance.random() < 0.7 else chance.random() * 0.02
+    patience_s = 2 if chance.random() < 0.7 else chance.random() * 0.02
     with contextlib.suppress(TimeoutError, ConnectionError, asyncio.IncompleteReadError):
         async with asyncio.timeout(patience_s):
             status = (await client.answer()).status
