@@ -30,6 +30,8 @@ class FakeRouter(ThreadingHTTPServer):
         """Conversation, messages and whether reuse was asked for, of each turn."""
         self.ended: list[str] = []
         self.fails_at_messages = 0
+        self.not_ready = 0
+        """Times that it says that no engine is usable."""
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
@@ -48,6 +50,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def do_GET(self) -> None:
+        if self.path == "/ready":
+            ready = not self.server.not_ready
+            self.server.not_ready -= not ready
+            self._answer(200 if ready else 503, b"" if ready else b"no decode engine is healthy")
+            return
         models = {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
         self._answer(200, json.dumps(models).encode(), Content_Type="application/json")
 
@@ -137,6 +144,26 @@ def test_turns_that_fail_are_counted_and_told(
     told = capsys.readouterr()
     assert "2 turns failed, the first: " in told.err
     assert "reuse off, 1 failed" in told.out
+
+
+def test_a_router_that_is_not_ready_yet_is_waited_for(
+    router: FakeRouter,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Engines that have just come up are not usable at once; one that never is ends it."""
+    monkeypatch.setattr("bench.sweep.__main__._LOOK_S", 0)
+    words = ["--contexts", "200", "--turns", "2", "--concurrency", "1", "--repeats", "1"]
+    router.not_ready = 2
+    assert main(["--url", router.url, "--out", str(tmp_path / "out"), *words]) == 0
+    waited = [line for line in capsys.readouterr().err.splitlines() if "waiting for" in line]
+    assert len(waited) == 2
+    assert "no decode engine is healthy" in waited[0]
+    monkeypatch.setattr("bench.sweep.__main__.READY_S", 0)
+    router.not_ready = 10
+    assert main(["--url", router.url, "--out", str(tmp_path / "never"), *words]) == 2
+    assert "is not ready: no decode engine is healthy" in capsys.readouterr().err
 
 
 def test_nobody_to_measure_is_told_in_one_line(

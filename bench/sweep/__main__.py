@@ -18,7 +18,10 @@ import dataclasses
 import ssl
 import sys
 import time
+import urllib.error
+import urllib.request
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
@@ -32,6 +35,11 @@ from bench.sweep.table import HEAD, cells_of, lines, markdown
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+READY_S = 30
+"""Longest wait for a router without a usable engine; it asks after each every ten seconds."""
+_LOOK_S = 1
+_ANSWER_S = 10
+_REASON_BYTES = 500
 _LENGTH_WORDS = (50, 250)
 _REUSED = ("reused", "partial_prefix", "local")
 
@@ -74,7 +82,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def target_of(args: argparse.Namespace) -> Target:
-    """Returns the router to measure. Raises DriverError if it does not answer."""
+    """Returns the router to measure. Raises DriverError if it is not ready within READY_S."""
     try:
         key = args.api_key_file.read_text().split()[0] if args.api_key_file else ""
         tls = ssl.create_default_context(cafile=args.ca) if args.ca else None
@@ -83,6 +91,7 @@ def target_of(args: argparse.Namespace) -> Target:
     label = args.label or time.strftime("%H%M%S")
     target = Target(args.url, args.model, key, tls, args.timeout, label, args.suffix, args.answer)
     try:
+        wait_until_ready(target)
         with target.client() as client:
             served = client.models()
     except openai.APIError as error:
@@ -95,6 +104,28 @@ def target_of(args: argparse.Namespace) -> Target:
     if not served:
         raise DriverError(f"ROUTER_URL={args.url}: no engine serves a model; start the engines")
     return dataclasses.replace(target, model=args.model or served[0])
+
+
+def wait_until_ready(target: Target) -> None:
+    """Waits while the router says that it is not. Raises DriverError after READY_S."""
+    until_s = time.monotonic() + READY_S
+    opener = urllib.request.build_opener(
+        urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=target.tls)
+    )
+    while True:
+        try:
+            opener.open(f"{target.url}/ready", timeout=_ANSWER_S).close()
+        except urllib.error.HTTPError as error:
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                why = error.read(_REASON_BYTES).decode(errors="replace").strip()
+                if time.monotonic() > until_s:
+                    raise DriverError(f"ROUTER_URL={target.url} is not ready: {why}") from error
+                print(f"waiting for {target.url}: {why}", file=sys.stderr, flush=True)
+                time.sleep(_LOOK_S)
+                continue
+        except OSError:
+            pass  # The first question that matters tells it better.
+        return
 
 
 def length_of(target: Target) -> Length:
