@@ -4,7 +4,7 @@ SETUP := ./scripts/setup.sh
 BIN := .venv/bin
 PYTEST_ARGS ?=
 # Tests that need no engine wait most of the time: more run side by side than there are cores.
-SIDE_BY_SIDE := -n 4 --dist worksteal
+SIDE_BY_SIDE := -n 3 --dist worksteal
 BENCH_ARGS ?=
 MINUTES ?= 30
 BENCH_OUT ?= bench/policy

@@ -17,7 +17,7 @@ from etcd_server import EtcdServer, until
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
-from lease_rig import LeaseProcess
+from lease_rig import OUTLIVING, LeaseProcess
 from test_etcd_client import make_certificates
 from test_lease_service import RawEngine
 
@@ -368,7 +368,7 @@ async def renewed(etcd: EtcdServer) -> bool:
 async def test_nothing_of_engines_that_are_gone_stays(tmp_path: Path) -> None:
     """Engines with retentions come, heartbeat and go: but for the leader's, keys and etcd leases
     are none in the end. Heartbeats in between add no revision."""
-    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a") as leader:
+    async with EtcdServer(tmp_path) as etcd, Candidate(tmp_path, etcd, "a", OUTLIVING) as leader:
         await until(leader.leads)
         async with contextlib.AsyncExitStack() as stack:
             beats: Counter[str] = Counter()
