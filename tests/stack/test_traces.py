@@ -36,22 +36,25 @@ OF_A_READ = {"kv_read", "EndRead"}
 def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack) -> None:
     """vLLM's own spans included; each under its leg, none in another turn's trace."""
 
-    def hold(number: int) -> list[str]:
-        name = f"traces-{number}"
-        messages = [{"role": "user", "content": f"{document(name)}\nWhat is a {CANARY}?"}]
-        traces = []
-        for _ in range(2):
-            traces.append(os.urandom(16).hex())
-            parent = f"00-{traces[-1]}-{os.urandom(8).hex()}-01"
-            reply, _ = chat(stack, name, messages, traceparent=parent)
-            messages += [
-                {"role": "assistant", "content": reply},
-                {"role": "user", "content": "And who plays it?"},
-            ]
-        return traces
+    talks = [
+        [{"role": "user", "content": f"{document(f'traces-{number}')}\nWhat is a {CANARY}?"}]
+        for number in range(CONVERSATIONS)
+    ]
+
+    def turn(number: int) -> str:
+        trace, messages = os.urandom(16).hex(), talks[number]
+        parent = f"00-{trace}-{os.urandom(8).hex()}-01"
+        reply, _ = chat(stack, f"traces-{number}", messages, traceparent=parent)
+        messages += [
+            {"role": "assistant", "content": reply},
+            {"role": "user", "content": "And who plays it?"},
+        ]
+        return trace
 
     with ThreadPoolExecutor(CONVERSATIONS) as threads:
-        held = list(threads.map(hold, range(CONVERSATIONS)))
+        # All first turns before the second ones: their long prompts would hold up the reads.
+        firsts = list(threads.map(turn, range(CONVERSATIONS)))
+        held = list(zip(firsts, threads.map(turn, range(CONVERSATIONS)), strict=True))
     whole = sorted([*PARENTS, "turn", "llm_request"])
     without_read = sorted(name for name in whole if name not in OF_A_READ)
 
