@@ -615,6 +615,19 @@ async def test_an_engine_that_serves_turns_may_be_late_with_its_health_answer():
         await rig.until(lambda: rig.server._fleet.missing() == ["decode"])
 
 
+async def test_an_engine_whose_health_answer_does_not_end_is_out():
+    """The beginning of that answer is no sign that it serves turns."""
+    async with router("--health-failures=1", "--health-timeout-s=0.2") as rig:
+
+        async def begin(seen: Seen, reply: Reply) -> None:
+            await asyncio.sleep(0.05)  # By the loop's clock later than the question.
+            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n")
+            await seen.gone.wait()
+
+        rig.decode.script("/health", begin)
+        await rig.until(lambda: rig.server._fleet.missing() == ["decode"])
+
+
 async def test_a_router_that_comes_late_blames_no_engine(caplog):
     """Its process had no CPU for longer than a health answer may take: the answer counts."""
     async with router("--health-failures=1", "--health-timeout-s=0.2") as rig:

@@ -121,7 +121,9 @@ def test_a_conversation_comes_home(stack: Stack) -> None:
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": question}]
         reply, told = chat(stack, "home", messages)
         assert told["verdict"] in FOUND
-        assert int(told["reused-tokens"]) + int(told["local-tokens"]) > 120
+        # All but what is not worth a read (fewer than 64 tokens) and the new question.
+        found = int(told["reused-tokens"]) + int(told["local-tokens"])
+        assert found > int(told["prompt-tokens"]) - 100
     url = f"{stack.router_url}/kvturn/v1/conversations/home?model={stack.served_model_name}"
     with urllib.request.urlopen(urllib.request.Request(url, method="DELETE"), timeout=10):
         pass

@@ -122,16 +122,20 @@ class HealthWatch:
 
     async def _fault_of(self, engine: Engine) -> str | None:
         """Returns what is wrong, None if nothing. Raises TimeoutError, SilentFault: no answer."""
+        began = False
         try:
             async with asyncio.timeout(self._timeout_s):
                 exchange = await engine.get(
                     b"/health", authorization=self._authorization, silence_s=self._timeout_s
                 )
+                began = True
                 try:
                     await exchange.body(_HEALTH_BODY_MAX)
                 finally:
                     exchange.close()
-        except SilentFault:
+        except (TimeoutError, SilentFault):
+            if began:  # What was heard of it may be no more than that.
+                return f"its health answer did not end within {self._timeout_s:g} s"
             raise
         except EngineFault as error:
             return str(error)
