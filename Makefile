@@ -38,7 +38,7 @@ down: ## Stop what `kvturn up --detach` started
 
 test: setup lint type check-protos ## Run every check and test, the real stack included
 	$(BIN)/pytest -m "not stack and not fault and not docker" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
-	$(BIN)/pytest -m "stack and not fault" $(PYTEST_ARGS)
+	$(BIN)/pytest -m "stack and not older and not fault" $(PYTEST_ARGS)
 
 test-fast: setup-fast lint type check-protos ## Run every check and test that needs no vLLM
 	$(BIN)/pytest -m "not stack and not fault and not docker" $(SIDE_BY_SIDE) $(PYTEST_ARGS)
@@ -47,8 +47,8 @@ test-docker: setup-fast ## Run the compose stack in a Docker engine (half an hou
 	@$(SETUP) docker
 	$(BIN)/pytest --verbose --durations 10 tests/docker $(PYTEST_ARGS)
 
-test-all: test sim ## Run make test, the full simulation, the fault matrix and the compose stack
-	$(BIN)/pytest -m fault $(PYTEST_ARGS)
+test-all: test sim ## Run make test, older vLLM, the full simulation, the fault matrix and the compose stack
+	$(BIN)/pytest -m "older or fault" $(PYTEST_ARGS)
 	@$(MAKE) --no-print-directory test-docker
 
 sim: setup-fast ## Simulate the lease rules: 20,000 seeds, then every mutant (SEED=n replays one)

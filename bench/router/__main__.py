@@ -55,7 +55,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m bench.router", description=__doc__.splitlines()[0])
     parser.add_argument("--fast", action="store_true", help="try every step, with a few turns each")
     parser.add_argument("--rounds", type=int, help="rounds over all routers, there and back (3)")
-    parser.add_argument("--only", help=f"routers by name, next to {PEER}; writes no file")
+    parser.add_argument("--only", help=f"routers by name, measured next to {PEER}; writes no file")
     parser.add_argument("--out", type=Path, help="where to write the tables; default RESULTS.md")
     parser.add_argument(
         "--example-proxy",
@@ -72,6 +72,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     args.names = names if args.only is None else [name for name in names if name in args.only]
     if not args.names:
         parser.error(f"--only must name some of: {'; '.join(names)}")
+    args.names.append(PEER)
     if args.out is None and args.only is None and not args.fast:
         args.out = RESULTS
     return args

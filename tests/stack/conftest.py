@@ -29,9 +29,13 @@ if TYPE_CHECKING:
     from collections.abc import Generator, Iterator
 
 
+_ON_EVERY_VERSION = ("test_life_of_a_turn.py", "test_in_engine.py")
+"""Tests that never leave a version out: what the connector takes from vLLM, and what it serves."""
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
-    """Marks every test of this folder, and lets those on the shared stacks run last of all.
+    """Marks the tests of this folder, and lets those on the shared stacks run last of all.
 
     What fails elsewhere then shows first, and no other test runs beside three more engines.
     """
@@ -39,8 +43,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.stack)
+            if _is_of_older_version(item) and item.path.name not in _ON_EVERY_VERSION:
+                item.add_marker(pytest.mark.older)
     yield
     items.sort(key=_place)
+
+
+def _is_of_older_version(item: pytest.Item) -> bool:
+    spec = getattr(item, "callspec", None)
+    return spec is not None and not set(VERSIONS[:-1]).isdisjoint(map(str, spec.params.values()))
 
 
 def _place(item: pytest.Item) -> int:
