@@ -41,11 +41,11 @@ DONE = b"data: [DONE]\n\n"
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(min_value=1, max_value=90)))
-def test_the_number_is_replaced_however_the_stream_is_cut(cuts):
+@given(st.lists(st.integers(min_value=1, max_value=90)), st.sampled_from([b"\n", b"\r\n"]))
+def test_the_number_is_replaced_however_the_stream_is_cut(cuts, line_end):
     """Every byte but the number is as it was, and each read goes on as far as it can."""
-    sent = b"".join(PLAIN) + event(usage(48)) + DONE
-    wanted = b"".join(PLAIN) + event(usage(32)) + DONE
+    sent = (b"".join(PLAIN) + event(usage(48)) + DONE).replace(b"\n", line_end)
+    wanted = (b"".join(PLAIN) + event(usage(32)) + DONE).replace(b"\n", line_end)
     stream = StreamUsage(32)
     out = b""
     position = 0

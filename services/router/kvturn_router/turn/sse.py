@@ -14,9 +14,16 @@ EVENT_BYTES_MAX = 16 << 20
 """Longest event that is kept while its end is awaited."""
 
 
-def event_ends(text: bytes) -> list[int]:
-    """Returns where each whole event in the text ends, the blank line included."""
-    return [found.end() for found in _end.finditer(text)]
+def event_ends(text: bytes, start: int = 0) -> list[int]:
+    """Returns where each whole event from `start` on ends, the blank line included."""
+    return [found.end() for found in _end.finditer(text, start)]
+
+
+def last_end(text: bytes, before: int) -> int:
+    """Returns where the last event ends that is whole before a place, 0 if none is."""
+    blank_lines = (b"\n\n", b"\n\r\n")
+    places = [(text.rfind(blank, 0, before), len(blank)) for blank in blank_lines]
+    return max([place + size for place, size in places if place >= 0], default=0)
 
 
 _END_BYTES_MAX = 4

@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 import msgspec
 
 from kvturn_router.request.spans import UNREADABLE, Span, find_member, find_members, replace
-from kvturn_router.turn.sse import event_ends, payload_span
+from kvturn_router.turn.sse import event_ends, last_end, payload_span
 
 
 class UsageShape(NamedTuple):
@@ -158,9 +158,11 @@ class StreamUsage:
             return data
         text = self._sent + self._held + data
         gone = len(self._sent)
-        out: list[bytes] = []
-        position = 0
-        for end in event_ends(text):
+        # A read may bring hundreds of events before the one that is looked for.
+        first = text.find(self._mark)
+        position = last_end(text, first if first >= 0 else len(text))
+        out = [text[:position]]
+        for end in event_ends(text, position) if first >= 0 else ():
             out.append(self._rewritten(text[position:end]))
             position = end
         rest = text[position:]
