@@ -13,6 +13,7 @@ import pytest
 from engines import (
     LONGEST_PROMPT_TOKENS,
     MODEL,
+    QUESTION_DEADLINE_MS,
     READS,
     TOOLS,
     VERSIONS,
@@ -74,6 +75,7 @@ def stack(request: pytest.FixtureRequest) -> Iterator[Stack]:
         model=MODEL,
         vllm_python=vllm_python(version),
         max_model_len=LONGEST_PROMPT_TOKENS,
+        question_deadline_ms=QUESTION_DEADLINE_MS,
         router_args=READS,
         engines=(
             EngineConfig("prefill", "prefill-0", env=cache, args=TOOLS, prefix_caching=False),

@@ -16,6 +16,8 @@ CHECKOUT = Path(__file__).parents[2]
 MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
 VERSIONS = ("0.29.0", "0.32.0")
 LONGEST_PROMPT_TOKENS = 4096
+QUESTION_DEADLINE_MS = 500
+"""Longer than by default: beside three engines that compute, an answer may take that long."""
 READS = ("--plan", "pull")
 """A router that reads whatever can be read, as tests of reads need it."""
 TOOLS = (

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import grpc
 from conversation import GRANT_TIMEOUT_S, Conversation, post
+from engines import QUESTION_DEADLINE_MS
 from prose import document
 from routers import FOUND
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 
 WAIT_S = 20
 POLL_S = 0.05
-QUESTION_S = 0.05
+QUESTION_S = QUESTION_DEADLINE_MS / 1000
 """The question deadline of router and connector."""
 SLACK_S = 2.0
 """What a busy machine may add to a turn; waiting for a frozen service would take longer."""
