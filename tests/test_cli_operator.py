@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -289,6 +290,15 @@ def test_without_a_lease_service_a_line_names_address_and_fix(
     )
     assert "start it (kvturn up, kvturn lease), or give --lease HOST:PORT" in done.err
     assert done.err.count("\n") == 1
+
+
+async def test_a_slow_lease_service_has_all_of_the_timeout() -> None:
+    """It takes the connection and is silent: that is not given up before the timeout."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        where = f"127.0.0.1:{silent.getsockname()[1]}"
+        done = await kvturn("engines", f"--lease={where}", "--timeout=1.3")
+    assert done.code == 1
+    assert f"no answer from the lease service at {where}: it is silent; " in done.err
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,8 @@ class LeaseConnection:
         return ",".join(self.named)
 
     async def __aenter__(self) -> Self:
-        self._channels = LeaseChannels(self.named, _boottime_ns, self._access)
+        # Nobody asks a second time here: a slow connection may take all of the time.
+        self._channels = LeaseChannels(self.named, _boottime_ns, self._access, self.timeout_s)
         self._probes = asyncio.create_task(self._channels.run())
         if len(self.named) > 1:
             # Whom to ask first: a frozen process would cost the whole timeout.

@@ -29,6 +29,7 @@ Q = TypeVar("Q")
 A = TypeVar("A")
 Metadata = tuple[tuple[str, str | bytes], ...]
 
+CONNECT_S = 1.0
 PROBE_TIMEOUT_S = 1.0
 PROBE_PAUSE_S = 0.2
 RETIRE_S = 15.0
@@ -41,8 +42,6 @@ _CHANNEL_OPTIONS = (
     ("grpc.enable_retries", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # In fact the shortest time that a connection is given to come about.
-    ("grpc.min_reconnect_backoff_ms", 1_000),
     # An idle channel would have to connect again within the question deadline.
     ("grpc.client_idle_timeout_ms", 2**31 - 1),
     # A new channel is a new connection: the old one may be dead without a word.
@@ -90,11 +89,20 @@ class LeaseChannels:
         endpoints: Sequence[str],
         clock_ns: Callable[[], int],
         access: LeaseAccess | None = None,
+        connect_s: float = CONNECT_S,
     ) -> None:
-        """Call it on the event loop. `clock_ns` is CLOCK_BOOTTIME, `endpoints` as for Leader."""
+        """Call it on the event loop. `clock_ns` is CLOCK_BOOTTIME, `endpoints` as for Leader.
+
+        `connect_s` is how long a connection is given to come about.
+        """
         self.leader = Leader(endpoints)
         self._clock_ns = clock_ns
         self._access = access or LeaseAccess()
+        self._options = (
+            *_CHANNEL_OPTIONS,
+            # In fact the shortest time that a connection is given to come about.
+            ("grpc.min_reconnect_backoff_ms", round(connect_s * 1000)),
+        )
         self._channels = {one: self.connect(one) for one in self.leader.endpoints}
         self._stubs = {one: _stub(channel) for one, channel in self._channels.items()}
         self._probe_now = {one: asyncio.Event() for one in self.leader.endpoints}
@@ -156,7 +164,7 @@ class LeaseChannels:
 
     def connect(self, endpoint: str) -> grpc.aio.Channel:
         """Returns a channel of its own, for a long stream; the caller closes it."""
-        return self._access.channel(endpoint, _CHANNEL_OPTIONS)
+        return self._access.channel(endpoint, self._options)
 
     @property
     def metadata(self) -> Metadata:
