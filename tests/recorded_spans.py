@@ -1,10 +1,12 @@
 """Spans that a process exports, as a test can read them."""
 
+import asyncio
 import logging
 from collections.abc import Sequence
 
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.trace.v1 import trace_pb2
+from stub_engine import GUARD_S
 
 from kvturn.otlp import GRPC, destination_of
 from kvturn.otlp_export import Envelope
@@ -56,6 +58,14 @@ class Recording:
         (resource_spans,) = export_of(self.exported).resource_spans
         (scope,) = resource_spans.scope_spans
         return [span for span in scope.spans if trace is None or span.trace_id.hex() == trace]
+
+    async def until(self, count: int) -> list[trace_pb2.Span]:
+        """Waits for so many spans: a server's may end after its caller has the answer."""
+        async with asyncio.timeout(GUARD_S):
+            while len(self.exported) < count:
+                await asyncio.sleep(0.005)
+                self.tracing.flush()
+        return self.spans()
 
     def turn(self, trace: str | None = None) -> trace_pb2.Span:
         (turn,) = [span for span in self.spans(trace) if span.name == "turn"]

@@ -171,6 +171,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     async def start(self, port: int = 0) -> "FakeLease":
         """Serves, on the port given, else on a free one."""
         self.sessions: set[Any] = set()
+        self._writing = asyncio.Lock()
         self._server = grpc.aio.server()
         lease_pb2_grpc.add_LeaseServiceServicer_to_server(self, self._server)
         self.address = f"127.0.0.1:{self._server.add_insecure_port(f'127.0.0.1:{port}')}"
@@ -217,8 +218,12 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
         if not self.withholds:
             response.turns.extend(self.answer_to(begin) for begin in request.begin_turns)
         if response.turns or response.HasField("welcome"):
-            await context.write(response)
+            await self._write(context, response)
         self.changed.set()
+
+    async def _write(self, context: Any, response: lease_pb2.RouterSessionResponse) -> None:
+        async with self._writing:  # A stream takes one message at a time.
+            await context.write(response)
 
     def answer_to(self, begin: lease_pb2.BeginTurn) -> lease_pb2.TurnBegun:
         """Returns what it answers a turn that begins on a session."""
@@ -236,7 +241,7 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     async def push(self, **members: Any) -> None:
         """Sends a message on every session."""
         for context in list(self.sessions):
-            await context.write(lease_pb2.RouterSessionResponse(**members))
+            await self._write(context, lease_pb2.RouterSessionResponse(**members))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Waits until a condition holds that a message may bring about."""
@@ -359,6 +364,15 @@ class Rig:
             while (await self.ask("GET", "/ready")).status != 200:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
+    async def until_session(self) -> None:
+        """Waits until the router has a session with the lease service, and is answered on it.
+
+        A router is ready without one, too: on a busy machine its first attempt may take too long.
+        """
+        lease = self.server._lease
+        assert lease is not None
+        await self.until(lambda: lease.session.up)
+
     async def until(self, condition: Any) -> None:
         """Waits until a condition holds."""
         async with asyncio.timeout(GUARD_S):
@@ -403,6 +417,8 @@ async def router(
     try:
         if ready:
             await rig.until_ready()
+            if lease is not None:
+                await rig.until_session()
         yield rig
     finally:
         rig.close_clients()

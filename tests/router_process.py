@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 
+from metrics_page import MetricsPage
 from router_harness import Client
 from stub_engine import GUARD_S
 
@@ -42,6 +43,20 @@ class Process:
                 await client.send("GET", "/ready")
                 if (await client.answer()).status == 200:
                     return
+                client.close()
+
+    async def until_session(self) -> None:
+        """Waits until it says that the lease service answers on its session.
+
+        It is ready without one, too: on a busy machine its first attempt may take too long.
+        """
+        up = 0.0
+        async with asyncio.timeout(GUARD_S):
+            while not up:
+                client = await self.client()
+                await client.send("GET", "/metrics")
+                page = MetricsPage((await client.answer()).body.decode())
+                up = page.value("kvturn_router_lease_session_up")
                 client.close()
 
     async def end(self) -> tuple[int, str]:

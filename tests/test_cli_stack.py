@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 import urllib.request
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from kvturn_cli.ports import is_free, pick_free
 from kvturn_cli.process import ProcessId
 from kvturn_cli.stack import ConfigError, Stack, StackConfig, StackError
 
+GUARD_S = 30
 FAKE_ENGINE = """\
 #!{python}
 # Stands in for a vLLM interpreter: serves /health on --port, leaves a child and a grandchild.
@@ -96,9 +98,12 @@ def config_of(tmp_path: Path, fake_python: Path, model: Path, **env: str) -> Sta
 
 
 def started(tmp_path: Path) -> list[ProcessId]:
-    """Returns the processes that the fake engines said they are."""
-    pids = [int(line) for line in (tmp_path / "pids").read_text().split()]
-    return [found for found in map(ProcessId.of, pids) if found]
+    """Returns the processes of both fake engines, as soon as each has said that it is there."""
+    until = time.monotonic() + GUARD_S
+    while len(pids := (tmp_path / "pids").read_text().split()) < 4:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    return [found for pid in pids if (found := ProcessId.of(int(pid)))]
 
 
 def test_a_stack_starts_its_engines_and_leaves_nothing(
@@ -107,7 +112,7 @@ def test_a_stack_starts_its_engines_and_leaves_nothing(
     """Engines answer; after stop they and the grandchildren that left their session are gone."""
     with Stack(config_of(tmp_path, fake_python, model)) as stack:
         for url in (stack.prefill_url, stack.decode_url):
-            assert urllib.request.urlopen(f"{url}/health", timeout=5).status == 200
+            assert urllib.request.urlopen(f"{url}/health", timeout=GUARD_S).status == 200
         assert set(stack.logs) == {"otlp", "prefill-0", "decode-0"}
         running = started(tmp_path)
         assert len(running) == 4
@@ -179,7 +184,7 @@ def test_nothing_outlives_a_holder_that_is_killed(
     holder.kill()
     holder.wait()
     holder.stdout.close()
-    assert all(process.wait(15) for process in running)
+    assert all(process.wait(GUARD_S) for process in running)
 
 
 @pytest.mark.parametrize(

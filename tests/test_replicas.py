@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
 
 import pytest
+from awake import within
 from etcd_server import EtcdServer, until
 from lease_rig import (
     GUARD_S,
+    LASTING,
     OUTLIVING,
     SCOPE,
     Engine,
@@ -47,8 +49,6 @@ if TYPE_CHECKING:
     from kvturn_connector.reader import Answer as Granted
 
 BLOCK_SIZE = 16
-LASTING = ("--session-ttl=10", "--heartbeat=0.25", "--longest-read=3")
-"""Spans that no busy machine exceeds."""
 _taken: set[int] = set()
 
 
@@ -198,6 +198,12 @@ class Replica:
         self._process = await self._stack.enter_async_context(process(*self._flags))
         await self._process.until_listening()
         await self._process.until_ready()
+        await self.until_session()
+
+    async def until_session(self) -> None:
+        """Waits until it says that the lease service answers it."""
+        assert self._process is not None
+        await self._process.until_session()
 
     async def kill(self) -> None:
         """Kills it with -9, and shows what it logged should the test fail."""
@@ -306,7 +312,7 @@ class System:
             f"--lease={','.join(service.endpoint for service in self.services)}",
             *(f"--prefill={engine.url}" for engine in self.prefills),
             *(f"--decode={engine.url}" for engine in self.decodes),
-            *("--no-grpc", f"--plan={self._plan}", "--question-deadline-ms=1500"),
+            *("--no-grpc", f"--plan={self._plan}", "--question-deadline-ms=5000"),
         ]
         self.routers = [Replica(flags) for _ in range(3)]
         await asyncio.gather(*(router.start() for router in self.routers))
@@ -320,7 +326,7 @@ class System:
 
     async def leases(self) -> dict[str, lease_pb2.Lease]:
         """Returns the leases that can be read, by conversation."""
-        answer = await self.services[0].call("ListLeases", lease_pb2.ListLeasesRequest())
+        answer = await self.services[0].call("ListLeases", lease_pb2.ListLeasesRequest(), GUARD_S)
         active = [each for each in answer.leases if each.state == lease_pb2.Lease.STATE_ACTIVE]
         return {each.conversation.conversation_id: each for each in active}
 
@@ -438,7 +444,8 @@ async def test_a_killed_router_costs_its_turns_in_flight_and_no_more(tmp_path: P
                 lease.HasField("idle_in") for lease in leases.values()
             )
 
-        await until(forgotten, 2.0)
+        async with within(2):
+            await until(forgotten)
         for client in lost:
             with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
                 assert not (await client.answer()).whole
@@ -495,7 +502,7 @@ async def test_turns_that_decode_serves_alone_are_told_to_all_routers(tmp_path: 
         async def all_told(name: str, asked: list[int]) -> bool:
             key = conversation(unquote(name))
             request = lease_pb2.ListTurnsRequest(conversation=key)
-            told = (await everything.services[0].call("ListTurns", request)).turns
+            told = (await everything.services[0].call("ListTurns", request, GUARD_S)).turns
             known = {turn.turn: turn.prompt_tokens for turn in told}
             # The router that stopped could not wait for what the grant would have told.
             return known == dict(enumerate(asked, 1)) | {3: known.get(3)} and 3 in known
@@ -544,6 +551,8 @@ async def test_all_goes_on_under_another_leader(tmp_path: Path, lease_services: 
             services[0].launch()
         for conversation_id in ids[:6]:
             await lease_of(services, unquote(conversation_id))
+        for router in routers:
+            await router.until_session()
         for chat in talks[:6]:
             await chat.goes_on(routers[2])
         # What was said while nobody led is of other conversations where the client named none.

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
+from awake import within
 from google.protobuf import duration_pb2
 from router_harness import FakeLease, Rig, router, turn_body
 from stub_engine import CHAT, COMPLETIONS, Reply, Seen
@@ -154,6 +155,8 @@ async def lease_services(services: Sequence[FakeLease], *flags: str) -> AsyncIte
     given = ",".join(service.address for service in services)
     try:
         async with router(f"--lease={given}", "--question-deadline-ms=5000", *flags) as rig:
+            if not all(service.standby for service in services):
+                await rig.until_session()
             yield rig
     finally:
         for service in services:
@@ -195,14 +198,14 @@ async def test_a_leader_that_the_router_was_not_given_is_not_asked():
 async def test_without_a_leader_a_turn_recomputes(reason, verdict):
     """Nobody leads: turns do not wait; clients that want more than a turn are told."""
     services = [FakeLease(standby=reason), FakeLease(standby=reason)]
-    async with lease_services(services, "--question-deadline-ms=5000") as rig:
+    async with lease_services(services) as rig:
         await rig.until(lambda: all(service.refused for service in services))
         answer = await rig.post(turn_body())
         assert (answer.status, answer.verdict) == (200, verdict)
         kept = await rig.ask("POST", "/kvturn/v1/conversations/c1/keepalive?model=m", b"")
         assert kept.status == 503
         services[1].standby = ""
-        await rig.until(lambda: services[1].hellos)
+        await rig.until_session()
         assert (await rig.post(turn_body())).verdict == "first_turn"
 
 
@@ -408,7 +411,7 @@ async def test_a_stuck_read_is_given_up_and_the_turn_sent_again():
         answer = await rig.post(turn_body())
         assert (answer.status, answer.verdict) == (200, "read_too_long")
         stuck, again = rig.prefill.turns
-        async with asyncio.timeout(2):
+        async with within(2):
             await stuck.gone.wait()
         assert stuck.header("x-request-id") != again.header("x-request-id")
         assert rig.lease.asked[0] == "inc.1.1"

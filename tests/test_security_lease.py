@@ -70,7 +70,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 @asynccontextmanager
 async def lease_service(*flags: str) -> AsyncIterator[str]:
     """A lease service with these flags; its HOST:PORT."""
-    config = parse_config(["--port=0", "--session-ttl=1", "--heartbeat=0.1", *flags], {})
+    config = parse_config(["--port=0", *flags], {})
     callers, tracing = callers_of(config), make_tracing(None)
     servicer = LeaseServicer(
         config, Lessor(config.lessor, 7), MemoryStore(), boottime_ns, tracing, callers
@@ -577,6 +577,7 @@ async def test_a_router_with_a_token_asks_the_lease_service(
     token.write_text("token-router\n")
     flags = ["--question-deadline-ms=5000", f"--lease-token-file={token}"]
     async with lease_service(*tokens) as address, router(f"--lease={address}", *flags) as rig:
+        await rig.until_session()
         answer = await rig.post(turn_body(conversation_id="c"))
         assert answer.verdict == "first_turn"
 
