@@ -31,7 +31,7 @@ START_TIMEOUT_S = 20.0
 _taken: set[int] = set()
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
     """Returns once the condition holds; fails after `timeout_s`. It may be a coroutine function."""
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from kvturn_lease.store import Snapshot
 
-T = 5.0
+T = 20.0
 
 
 class EtcdTerms:

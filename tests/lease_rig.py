@@ -46,6 +46,8 @@ LEADERSHIP_S = 2
 OUTLIVING = "--session-ttl=3"
 OUTLIVING_HOLD_S = 3.47
 """With this flag decode holds its retentions for longer than a failover takes."""
+LASTING = ("--session-ttl=10", "--heartbeat=0.25", "--longest-read=3")
+"""Spans that no busy machine exceeds."""
 HOLD_S = 1.43
 """K*(TTL + R), and what an engine's next look at its holds may add."""
 HOLD_SLACK_S = 0.3

@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import secrets
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 import pytest
+from awake import within
 from etcd_server import EtcdCluster, EtcdServer, until
 from tcp_proxy import TcpProxy
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from kvturn.etcd.v3 import etcd_pb2
 
-T = 5.0
+T = 20.0
 ALL = b"k/"
 
 
@@ -165,10 +165,9 @@ async def test_a_watch_goes_on_after_etcd_was_killed_and_started_again(tmp_path:
         with pytest.raises(EtcdUnavailable):
             await write(client, 99, timeout_s=0.2)
         await etcd.start()
-        began_s = time.monotonic()
-        for number in range(20, 40):
-            await write(client, number)
-        assert time.monotonic() - began_s < 2
+        async with within(2):
+            for number in range(20, 40):
+                await write(client, number)
         await until(lambda: watcher.keys == numbered(0, 40))
         await watcher.stop()
 
@@ -246,12 +245,9 @@ async def test_the_next_endpoint_is_used_when_one_fails(tmp_path: Path) -> None:
         members = cluster.members
         for start, fault in ((1, members[0].freeze), (50, members[1].kill)):
             fault()
-            gap_s = 0.0
             for number in range(start, start + 49):
-                began_s = time.monotonic()
-                await write(client, number, timeout_s=3.0)
-                gap_s = max(gap_s, time.monotonic() - began_s)
-            assert gap_s < 2.5
+                async with within(2.5):
+                    await write(client, number, timeout_s=3.0)
             assert await client.renew(lease, 3.0) == 30
             members[0].resume()
             await until(members[0].is_healthy)
@@ -394,10 +390,9 @@ async def test_a_login_that_is_not_answered_holds_no_call_beyond_its_time(tmp_pa
     ):
         await lock(etcd)
         etcd.freeze()
-        began_s = time.monotonic()
-        calls = [client.get(b"k/0", 0.2) for _ in range(5)]
-        answers = await asyncio.gather(*calls, return_exceptions=True)
+        async with within(0.8):
+            calls = [client.get(b"k/0", 0.2) for _ in range(5)]
+            answers = await asyncio.gather(*calls, return_exceptions=True)
         assert {type(answer) for answer in answers} == {EtcdUnavailable}
-        assert time.monotonic() - began_s < 0.8
         etcd.resume()
         await write(client, 1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 from etcd_server import EtcdServer
-from lease_rig import Engine, LeaseProcess, lease_cluster, lease_of, until
+from lease_rig import LASTING, Engine, LeaseProcess, lease_cluster, lease_of, until
 from lessor_bench import CONFIG, READER_BOUND, TTL, Bench, Decode, S
 from metrics_page import MetricsPage
 
@@ -227,7 +227,7 @@ async def test_the_listener_takes_only_so_many_connections(bench: Watched):
     async def has_room() -> bool:
         return (await fetch(port, asked))[0].startswith(b"HTTP/1.1 200")
 
-    await until(has_room, 20)
+    await until(has_room)
     for _, writer in silent:
         writer.close()
     await listener.stop()
@@ -280,7 +280,7 @@ async def test_a_failover_shows_who_leads_and_what_etcd_did(tmp_path: Path):
     """The leader is killed: the other leads, has the engine's session, and writes to etcd."""
     async with (
         EtcdServer(tmp_path) as etcd,
-        lease_cluster(tmp_path, etcd, "--metrics-port=0") as services,
+        lease_cluster(tmp_path, etcd, "--metrics-port=0", "--leadership=5", *LASTING) as services,
     ):
         leader, other = services
         async with Engine([service.endpoint for service in services]) as engine:
@@ -302,7 +302,7 @@ async def test_a_failover_shows_who_leads_and_what_etcd_did(tmp_path: Path):
                 page = await page_of(other)
                 return page.value("kvturn_lease_leading") == page.value(ENGINES) == 1
 
-            await until(leads, 30)
+            await until(leads)
             engine.retain(2, "d")
 
             async def written_down() -> bool:
@@ -310,6 +310,6 @@ async def test_a_failover_shows_who_leads_and_what_etcd_did(tmp_path: Path):
                 timed = ("store_write", "leadership_renewal")
                 return all(page.value(f"kvturn_lease_{name}_seconds_count") for name in timed)
 
-            await until(written_down, 30)
+            await until(written_down)
             page = await page_of(other)
             assert page.value("kvturn_lease_grants_total") == 1

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 MS = 1_000_000
 CONFIG = LeaseConfig(
     port=0,
-    lessor=LessorConfig(session_ttl_ns=800 * MS, heartbeat_ns=100 * MS, longest_read_ns=400 * MS),
+    lessor=LessorConfig(session_ttl_ns=3_000 * MS, heartbeat_ns=100 * MS, longest_read_ns=400 * MS),
     shutdown_grace_ns=100 * MS,
 )
 KEY = common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c")

