@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import AsyncIterator
 from typing import Any
 
-GUARD_S = 60
+GUARD_S = 120
 """Bound on every wait; nothing is expected to take so long."""
 _ANSWER_BYTES_MAX = 64 << 20
 _NAMES = ("chromium", "chromium-browser", "google-chrome")

@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pathlib import Path
     from types import TracebackType
 
-START_TIMEOUT_S = 20.0
+START_TIMEOUT_S = 120.0
 _taken: set[int] = set()
 
 
-async def until(condition: Callable[[], object], timeout_s: float = 30.0) -> None:
+async def until(condition: Callable[[], object], timeout_s: float = 120.0) -> None:
     """Returns once the condition holds; fails after `timeout_s`. It may be a coroutine function."""
     deadline_s = time.monotonic() + timeout_s
     while True:

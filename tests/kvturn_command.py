@@ -20,7 +20,7 @@ import sys
 import tempfile
 from typing import Any, NamedTuple
 
-GUARD_S = 60
+GUARD_S = 120
 _QUESTION_BYTES_MAX = 1 << 17
 
 

@@ -61,7 +61,7 @@ SPANS = (
 TOKENS = list(range(100))
 SCOPE = Scope(tenant="", model="m")
 UNREACHABLE = common_pb2.VERDICT_LEASE_SERVICE_UNREACHABLE
-GUARD_S = 20.0
+GUARD_S = 120.0
 _taken: set[int] = set()
 _threads = ThreadPoolExecutor(32, "lease-rig")
 """Calls that wait for a frozen service hold up no others."""

@@ -410,6 +410,8 @@ async def router(
         # A busy machine must not turn answers into silence.
         engines += [f"--lease={lease.address}", "--question-deadline-ms=5000"]
     given = ["--port=0", "--grpc-port=0", "--health-interval-s=0.05", "--grace-s=0.2"]
+    # Nor may it make an engine one that cannot be reached.
+    given += ["--connect-timeout-s=30"]
     config = parse_config([*given, *engines, *flags], {})
     server = compose(config, tracing or untraced())
     await server.start()

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "deploy" / "baremetal"
 SCRIPTS = ("start.sh", "sweep.sh", "cleanup.sh")
 UNITS = sorted((FOLDER / "systemd").iterdir())
-GUARD_S = 60
+GUARD_S = 120
 PAIR = ("P_IP=10.0.0.5", "D_IP=10.0.0.6")
 LOCAL = ("P_IP=127.0.0.1", "D_IP=127.0.0.1")
 ENGINE = (*PAIR, "MODEL=meta-llama/Llama-3.1-8B-Instruct")

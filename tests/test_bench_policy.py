@@ -205,7 +205,7 @@ def test_the_command_writes_every_table(tmp_path: Path) -> None:
     file = chat(tmp_path / "trace.jsonl", 200)
     command = [sys.executable, "-m", "bench.policy", "--fast", "--jobs", "1"]
     command += ["--trace", str(file), "--out", str(tmp_path / "out")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     results = (tmp_path / "out" / "RESULTS.md").read_text()
     assert results.endswith(done.stdout.rstrip("\n") + "\n")
@@ -220,7 +220,7 @@ def test_the_command_writes_every_table(tmp_path: Path) -> None:
 
 def test_a_missing_trace_is_told_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "bench.policy", "--trace", "none", "--out", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "KVTURN_TRACE" in done.stderr

@@ -175,7 +175,7 @@ def chat(router_url: str, text: str, *flags: str) -> subprocess.CompletedProcess
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

@@ -168,7 +168,7 @@ def started(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-X", "importtime", "-m", module, *arguments],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 

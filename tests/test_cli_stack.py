@@ -35,7 +35,7 @@ from kvturn_cli.ports import is_free, pick_free
 from kvturn_cli.process import ProcessId
 from kvturn_cli.stack import ConfigError, Stack, StackConfig, StackError
 
-GUARD_S = 30
+GUARD_S = 120
 FAKE_ENGINE = """\
 #!{python}
 # Stands in for a vLLM interpreter: serves /health on --port, leaves a child and a grandchild.

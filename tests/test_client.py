@@ -10,9 +10,10 @@ from typing import Any
 
 import grpc
 import pytest
+from awake import within
 from certificates import Authority
 from router_harness import FakeLease, Rig, router
-from stub_engine import CHAT, COMPLETIONS, GUARD_S, Reply, Seen, chunk, event
+from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn import client
 from kvturn.client import RouterClient, RouterError, connect, verdict_name
@@ -156,7 +157,7 @@ async def test_a_router_that_is_not_there_or_not_in_time_is_an_error_without_a_r
             with pytest.raises(RouterError) as error:
                 await conversation.complete(messages=[QUESTION], timeout_s=0.2)
             assert (error.value.status, error.value.reason) == (504, "")
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await rig.decode.turns[0].gone.wait()
 
 
@@ -186,7 +187,7 @@ async def test_leaving_a_conversation_ends_it(how):
         assert task.cancelled() == how.startswith("cancel")
         await rig.until(lambda: len(rig.lease.ended) == 1)
         assert rig.lease.ended[0].conversation_id == "c1"
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await rig.decode.turns[0].gone.wait()
 
 
@@ -220,7 +221,7 @@ async def test_a_stream_left_early_stops_its_engines():
         rig.decode.script(CHAT, silent)
         async with conversation.chat(messages=[QUESTION]) as stream:
             await anext(stream)
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await rig.decode.turns[0].gone.wait()
         with pytest.raises(RouterError) as error:
             await anext(stream)

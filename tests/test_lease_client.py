@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvturn_connector.reader import Answer
 
-TIMEOUT_S = 15.0
+TIMEOUT_S = 120.0
 """Only a test that fails waits this long."""
 SCOPE = Scope(tenant="t", model="m")
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

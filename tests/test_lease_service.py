@@ -48,7 +48,7 @@ TERM = 7
 CONFIG = LeaseConfig(port=0, shutdown_grace_ns=200 * MS)
 QUICK = replace(CONFIG, lessor=LessorConfig(session_ttl_ns=200 * MS, heartbeat_ns=50 * MS))
 KEY = common_pb2.ConversationKey(tenant="t", model="m", conversation_id="c")
-GUARD_S = 20
+GUARD_S = 120
 
 
 class HeldClock:

@@ -20,7 +20,7 @@ def run_python(environment: str, code: str, **variables: str) -> str:
         env={"PATH": "/usr/bin:/bin", **variables},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

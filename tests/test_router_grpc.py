@@ -9,12 +9,13 @@ from urllib.parse import quote
 import grpc
 import grpc.aio
 import pytest
+from awake import within
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 from router_harness import FakeLease, Rig, router, turn_body
-from stub_engine import CHAT, COMPLETIONS, GUARD_S, Reply, Seen, chunk, event
+from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router.engines.fleet import Fleet
@@ -430,7 +431,7 @@ async def test_a_call_that_ends_ends_its_legs(how, leg):
         seen = await engine.turn(1)
         if how == "cancel":
             call.cancel()
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await seen.gone.wait()
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
             await reading
@@ -616,7 +617,7 @@ async def test_a_caller_that_never_reads_is_given_up(monkeypatch):
         call = stub.Chat(chat())
         await rig.until(lambda: rig.server._forwarder.in_flight == 1)
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await rig.decode.turns[0].gone.wait()
         with pytest.raises(grpc.aio.AioRpcError) as error:
             async with asyncio.timeout(30):
@@ -675,7 +676,7 @@ async def test_shutdown_ends_streams_with_a_status_and_refuses_new_calls():
             await call.read()
         assert error.value.code() is grpc.StatusCode.UNAVAILABLE
         await stopping
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await rig.decode.turns[0].gone.wait()
         with pytest.raises(grpc.aio.AioRpcError):
             await stub.Complete(router_pb2.CompleteRequest(body_json="{}"), timeout=5)
@@ -719,7 +720,7 @@ async def test_a_router_that_ends_serves_the_calls_that_are_on_their_way():
                 chunks.append(response.chunk_json)
             assert "begun" in chunks[0]
         watch.cancel()
-        async with asyncio.timeout(GUARD_S):
+        async with within(10):
             await stopping
 
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from kvturn.tracing import Tracing
 
-GUARD_S = 10.0
+GUARD_S = 120.0
 LONG_MS = 1_000
 """A wait that is never over while the clock stands still."""
 MS = 1_000_000

@@ -12,7 +12,7 @@ from stub_engine import StubEngine
 
 from kvturn_cli.ports import pick_free
 
-GUARD_S = 60
+GUARD_S = 120
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "security.md"
 
 

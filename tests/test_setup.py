@@ -166,7 +166,7 @@ def run_setup_sh(**variables: str) -> subprocess.CompletedProcess[str]:
         env=variables,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 QUIET_S: Final = 0.08
 """How long nothing comes before a stream is taken for one that waits for more."""
 
-GUARD_S: Final = 20.0
+GUARD_S: Final = 120.0
 
 STATUSES: Final = frozenset((100, 200, 400, 404, 405, 413, 415, 429, 431, 501, 505))
 """What a client may be told while the engines are well."""
