@@ -514,8 +514,11 @@ async def test_turns_that_decode_serves_alone_are_told_to_all_routers(tmp_path: 
 
 @contextlib.asynccontextmanager
 async def restarted(folder: Path) -> AsyncIterator[list[LeaseProcess]]:
-    """One lease service, whose leadership ends when it is killed, until it starts again."""
-    async with LeaseProcess(folder, OUTLIVING) as service:
+    """One lease service, whose leadership ends when it is killed, until it starts again.
+
+    Decode holds what it retains for as long as a busy machine may take for that.
+    """
+    async with LeaseProcess(folder, "--session-ttl=12") as service:
         yield [service]
 
 
