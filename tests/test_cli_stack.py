@@ -92,7 +92,7 @@ def config_of(tmp_path: Path, fake_python: Path, model: Path, **env: str) -> Sta
         connector=STOCK_CONNECTOR,
         router=False,
         lease=False,
-        start_timeout_s=20,
+        start_timeout_s=GUARD_S,
         stop_grace_s=2,
     )
 

@@ -454,7 +454,10 @@ async def test_a_read_that_nobody_knows_is_over_unless_another_leads_by_now(fail
         rig.prefill.script(CHAT, play)
         answer = await rig.post(turn_body())
         assert answer.verdict == ("read_too_long" if failover else "reused")
-        assert (len(first.asked), len(second.asked)) == ((0, 1) if failover else (1, 0))
+        if failover:  # an answer that a busy machine brings late is asked for again
+            assert (first.asked, set(second.asked)) == ([], {"inc.1.1"})
+        else:
+            assert (len(first.asked), second.asked) == (1, [])
 
 
 async def test_a_lost_holder_is_not_read_from():

@@ -54,9 +54,12 @@ async def until(condition) -> None:
 
 @contextlib.asynccontextmanager
 async def session(
-    *services: FakeLease, deadline_ms: int = 5000, heard: Heard | None = None
+    *services: FakeLease, deadline_ms: int = 5000, heard: Heard | None = None, up: bool = True
 ) -> AsyncIterator[RouterSession]:
-    """A session that knows these services, in that order; ends them too."""
+    """A session that knows these services, in that order, and is `up`; ends them too.
+
+    It says itself when it is: a service has seen its hello before, also of one given up as late.
+    """
     channels = LeaseChannels([service.address for service in services], boottime_ns)
     probes = asyncio.create_task(channels.run())
     one = RouterSession(
@@ -68,6 +71,8 @@ async def session(
     )
     one.start()
     try:
+        if up:
+            await until(lambda: one.up)
         yield one
     finally:
         await one.stop()
@@ -116,7 +121,6 @@ async def test_a_turn_is_asked_answered_and_its_end_told():
 async def test_turns_that_begin_together_go_out_together():
     """A hundred in one pass of the event loop: one message, and so do their ends."""
     async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
-        await until(lambda: one.sessions)
         turns = [begin(one) for _ in range(100)]
         answers = await asyncio.gather(*(one.resolution(turn) for turn in turns))
         assert {answer.verdict for answer in answers} == {Verdict.NO_LEASE}
@@ -130,7 +134,6 @@ async def test_turns_that_begin_soon_after_a_message_share_the_next(monkeypatch)
     """Ten in as many passes of the event loop, right after one that was told at once."""
     monkeypatch.setattr("kvturn_router.leases.router_session._PACE_S", 0.2)
     async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
-        await until(lambda: one.sessions)
         await one.resolution(begin(one))
         batches = fake.batches
         turns = []
@@ -144,7 +147,6 @@ async def test_turns_that_begin_soon_after_a_message_share_the_next(monkeypatch)
 async def test_a_turn_with_reuse_off_is_told_and_never_waits():
     """It is in flight, and gets its number when the service has answered."""
     async with session(fake := await FakeLease(verdict="NO_LEASE").start()) as one:
-        await until(lambda: one.sessions)
         turn = begin(one, reuse=False)
         assert turn.resolution == Resolution(Verdict.TURNED_OFF)
         await until(lambda: turn.number)
@@ -155,7 +157,6 @@ async def test_a_turn_with_reuse_off_is_told_and_never_waits():
 async def test_an_answer_too_late_for_the_plan_still_names_the_conversation():
     """Past the deadline the turn goes on without reuse; later it learns who it is."""
     async with session(fake := await FakeLease(withholds=True).start(), deadline_ms=40) as one:
-        await until(lambda: one.sessions)
         turn = one.begin(KEY, POINTS, recognise=True, reuse=True)
         assert await one.resolution(turn) == UNREACHABLE
         await fake.until(lambda: bool(fake.begun))
@@ -170,7 +171,6 @@ async def test_an_answer_too_late_for_the_plan_still_names_the_conversation():
 async def test_after_one_missed_deadline_nobody_waits_until_there_is_a_word():
     """The second turn goes on at once, though it is told; any answer ends that."""
     async with session(fake := await FakeLease(withholds=True).start(), deadline_ms=40) as one:
-        await until(lambda: one.sessions)
         assert await one.resolution(begin(one)) == UNREACHABLE
         second = begin(one)
         assert second.resolution == UNREACHABLE
@@ -189,7 +189,6 @@ async def test_a_service_that_froze_is_left_for_one_that_leads():
     frozen, other = await FakeLease().start(), await FakeLease(verdict="CONSUMED").start()
     other.standby = "NOT_LEADER"
     async with session(frozen, other, deadline_ms=40) as one:
-        await until(lambda: one.sessions)
         kept = begin(one)
         await one.resolution(kept)
         frozen.silent = True
@@ -205,7 +204,6 @@ async def test_a_session_moves_when_another_is_known_to_lead():
     """The one before has not noticed and holds its session; a call elsewhere has shown it."""
     first, second = await FakeLease().start(), await FakeLease(verdict="CONSUMED").start()
     async with session(first, second) as one:
-        await until(lambda: one.sessions)
         one.channels.leads(second.address)
         await second.until(lambda: bool(second.hellos))
         assert (await one.resolution(begin(one))).verdict is Verdict.CONSUMED
@@ -217,7 +215,6 @@ async def test_a_turn_asked_while_the_leader_changes_is_asked_again():
     first, second = await FakeLease(withholds=True).start(), await FakeLease().start()
     second.verdict = "ENDED"
     async with session(first, second) as one:
-        await until(lambda: first.hellos)
         turn = begin(one)
         await first.until(lambda: bool(first.begun))
         await first.stop()
@@ -231,7 +228,7 @@ async def test_a_restarted_service_hears_of_turns_in_flight_under_their_final_na
     fake = await FakeLease(withholds=True).start()
     port = int(fake.address.rpartition(":")[2])
     async with session(fake) as one:
-        await until(lambda: fake.hellos)
+        before = len(fake.hellos)
         turn = one.begin(KEY, POINTS, recognise=True, reuse=True)
         await fake.until(lambda: bool(fake.begun))
         await fake.push(
@@ -240,8 +237,8 @@ async def test_a_restarted_service_hears_of_turns_in_flight_under_their_final_na
         await one.resolution(turn)
         await fake.stop()
         await fake.start(port)
-        await fake.until(lambda: len(fake.hellos) == 2)
-        (counted,) = fake.hellos[1].turns_in_flight
+        await fake.until(lambda: len(fake.hellos) > before)
+        (counted,) = fake.hellos[before].turns_in_flight
         assert (counted.turn_id, counted.conversation.conversation_id) == (turn.turn_id, "c9")
         one.end(turn)
         await fake.until(lambda: bool(fake.turns_ended))
@@ -269,7 +266,7 @@ async def test_the_leader_that_a_standby_names_is_gone_to():
 async def test_without_a_leader_turns_go_on_at_once(reason, verdict):
     """Far within the deadline; and as soon as somebody leads, turns are asked about again."""
     services = [await FakeLease(standby=reason).start() for _ in range(2)]
-    async with session(*services) as one:
+    async with session(*services, up=False) as one:
         async with within(2):
             assert await one.resolution(begin(one)) == Resolution(verdict)
         # The second turn does not even wait for the next attempt.
@@ -283,7 +280,7 @@ async def test_nobody_listens_and_nothing_piles_up():
     """No service at all: turns go on at once and are forgotten when they end."""
     fake = await FakeLease().start()
     await fake.stop()
-    async with session(fake, deadline_ms=5000) as one:
+    async with session(fake, up=False) as one:
         async with within(2):
             assert await one.resolution(begin(one)) == UNREACHABLE
         for _ in range(1000):
@@ -299,7 +296,7 @@ async def test_an_old_service_that_knows_no_sessions_is_unreachable():
         await context.abort(12, "no such method")  # UNIMPLEMENTED
 
     fake.RouterSession = unknown  # type: ignore[method-assign]
-    async with session(await fake.start()) as one:
+    async with session(await fake.start(), up=False) as one:
         assert await one.resolution(begin(one)) == UNREACHABLE
 
 
@@ -397,8 +394,9 @@ def test_a_turn_that_ends_unanswered_is_no_sign_of_silence():
         assert turns.answering
 
 
-async def test_the_last_ends_of_turns_are_told_before_the_session_ends():
+async def test_the_last_ends_of_turns_are_told_before_the_session_ends(monkeypatch):
     """A turn ends just as the router stops, and its next one comes through another router."""
+    monkeypatch.setattr("kvturn_router.leases.router_session._LAST_WORDS_S", GUARD_S)
     fake = await FakeLease().start()
     async with session(fake) as one:
         turn = begin(one)

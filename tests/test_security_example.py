@@ -32,11 +32,12 @@ async def printed(python: str, folder: Path) -> str:
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")
 @pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
 async def test_the_example_is_served_over_tls_with_a_key_and_reuse(tmp_path: Path) -> None:
-    """Shell first, then Python; only ports and the command's place are other than written."""
+    """Shell first, then Python; only ports, the command's place and patience are not as written."""
     prefill, decode = await StubEngine("prefill").start(), await StubEngine("decode").start()
     taken: set[int] = set()
     lease, http, grpc = (pick_free(taken) for _ in range(3))
     changes = {
+        "--retry 30": f"--retry {GUARD_S}",
         ".venv/bin/kvturn": f"{sys.executable} -m kvturn_cli",
         "http://127.0.0.1:8100": prefill.url,
         "http://127.0.0.1:8200": decode.url,
