@@ -342,7 +342,7 @@ class RouterSession:
             if request is not None:
                 await call.write(request)
                 await asyncio.sleep(_PACE_S)
-            if self._stopping:
+            if self._stopping and not self._gathered.is_set():
                 await call.done_writing()
                 # Once the service has read all it ends the stream.
                 await self._loop.create_future()
