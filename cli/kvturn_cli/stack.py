@@ -381,8 +381,9 @@ class Stack:
             if pending and elapsed_s > timeout_s:
                 first = pending[0].process
                 raise StackError(
-                    f"{first.name} was not ready within {timeout_s:.0f} s:"
-                    f" {first.last_line()[:300]} (log: {first.log})"
+                    f"{first.name} was not ready within {timeout_s:.0f} s; on a slow machine give"
+                    f" kvturn up a longer --start-timeout. Its log {first.log} ends:"
+                    f" {first.last_line()[:300]}"
                 )
             if pending:
                 names = ", ".join(waiting.process.name for waiting in pending)
