@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import ssl
 import time
+from typing import cast
 
 import pytest
 from awake import within
 from router_harness import FakeLease, router, turn_body
-from stub_engine import CHAT, Play, Reply, Seen, StubEngine, chunk, event
+from stub_engine import CHAT, GUARD_S, Play, Reply, Seen, StubEngine, chunk, event
 
+from kvturn_router.engines.engine_http import EnginePool, request_bytes
 from kvturn_router.engines.fleet import FLAGS
 from kvturn_router.request.responses import RESPONSES
 from kvturn_router.turn.usage import StreamUsage
@@ -647,6 +650,29 @@ async def test_a_router_that_comes_late_blames_no_engine(caplog):
         answer.set()
         assert (await rig.post(turn_body())).status == 200
         assert "is not usable" not in caplog.text
+
+
+async def test_a_connection_that_a_late_router_missed_is_tried_once_more():
+    """Its process had no CPU for longer than a connection may take: the engine is not to blame."""
+    tried = 0
+
+    def begin() -> ssl.SSLContext:  # Asked for with each attempt.
+        nonlocal tried
+        tried += 1
+        if tried == 1:
+            time.sleep(0.4)
+        return cast("ssl.SSLContext", None)
+
+    engine = await StubEngine("decode").start()
+    port = int(engine.url.rpartition(":")[2])
+    pool = EnginePool("127.0.0.1", port, connect_timeout_s=0.2, tls=begin)
+    try:
+        exchange = await pool.send(request_bytes(b"GET", b"/health", []), silence_s=GUARD_S)
+        await exchange.answered()
+        assert (tried, exchange.status) == (2, 200)
+    finally:
+        pool.close()
+        await engine.stop()
 
 
 async def test_an_answer_that_is_not_http_is_a_502():

@@ -25,6 +25,9 @@ logger = logging.getLogger("kvturn.router.engines")
 IDLE_S: Final = 4.0
 """Longest idle time after which a connection is used again."""
 
+LATE: Final = 0.25
+"""By which part of a time limit the router may come late and still trust what it saw."""
+
 _HEAD_BYTES_MAX = 256 << 10
 _FRAMING = frozenset({b"content-length", b"transfer-encoding"})
 
@@ -438,6 +441,23 @@ class EnginePool:
 
     async def _connect(self) -> _Connection:
         loop = asyncio.get_running_loop()
+        began = loop.time()
+        try:
+            connection = await self._dial(loop)
+            if connection is None and loop.time() - began > (1 + LATE) * self._connect_timeout_s:
+                connection = await self._dial(loop)  # It was the router that took so long.
+        except ssl.SSLError as error:
+            why = getattr(error, "verify_message", None) or error.reason or error
+            raise ConnectFault(f"no TLS connection: {why}") from None
+        except OSError as error:
+            raise ConnectFault(f"no connection: {error.strerror or error}") from None
+        if connection is None:
+            raise ConnectFault(f"no connection within {self._connect_timeout_s:g} s")
+        self._all.add(connection)
+        return connection
+
+    async def _dial(self, loop: asyncio.AbstractEventLoop) -> _Connection | None:
+        """Returns a new connection, None if it does not come in time. Raises OSError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
                 _, connection = await loop.create_connection(
@@ -447,13 +467,7 @@ class EnginePool:
                     ssl=None if self._tls is None else self._tls(),
                 )
         except TimeoutError:
-            raise ConnectFault(f"no connection within {self._connect_timeout_s:g} s") from None
-        except ssl.SSLError as error:
-            why = getattr(error, "verify_message", None) or error.reason or error
-            raise ConnectFault(f"no TLS connection: {why}") from None
-        except OSError as error:
-            raise ConnectFault(f"no connection: {error.strerror or error}") from None
-        self._all.add(connection)
+            return None
         return connection
 
     def put_back(self, connection: _Connection) -> None:

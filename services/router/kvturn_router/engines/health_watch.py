@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvturn_router.engines.engine import Engine
-from kvturn_router.engines.engine_http import EngineFault, SilentFault
+from kvturn_router.engines.engine_http import LATE, EngineFault, SilentFault
 from kvturn_router.engines.fleet import Fleet
 
 ASKED_AT_ONCE: Final = 32
@@ -29,8 +29,6 @@ _TICKS: Final = 32
 """Most looks per interval at who is due."""
 _LOOKS: Final = 4
 """Least looks per interval: what is over is ended then, and those that have answered are seen."""
-_LATE: Final = 0.25
-"""By which part of the timeout the router may come late and still trust what it saw."""
 
 
 class HealthWatch:
@@ -111,7 +109,7 @@ class HealthWatch:
         try:
             fault = await self._fault_of(engine)
         except (TimeoutError, SilentFault):
-            if self._loop.time() - began > (1 + _LATE) * self._timeout_s:
+            if self._loop.time() - began > (1 + LATE) * self._timeout_s:
                 return  # Still due, and asked again at the next look.
             heard = engine.pool.heard_at > began
             fault = None if heard else f"no health answer within {self._timeout_s:g} s"
