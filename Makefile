@@ -5,6 +5,8 @@ BIN := .venv/bin
 PYTEST_ARGS ?=
 # Tests that need no engine wait most of the time: more run side by side than there are cores.
 SIDE_BY_SIDE := -n 3 --dist worksteal
+# The first test that needs the images makes them, which is longer than any test may hang elsewhere.
+IMAGES_TIME := -o faulthandler_timeout=7200
 BENCH_ARGS ?=
 MINUTES ?= 30
 BENCH_OUT ?= bench/policy
@@ -45,7 +47,7 @@ test-fast: setup-fast lint type check-protos ## Run every check and test that ne
 
 test-docker: setup-fast ## Run the compose stack in a Docker engine (half an hour at first; installs one with apt as root)
 	@$(SETUP) docker
-	$(BIN)/pytest --verbose --durations 10 tests/docker $(PYTEST_ARGS)
+	$(BIN)/pytest --verbose --durations 10 $(IMAGES_TIME) tests/docker $(PYTEST_ARGS)
 
 test-all: test sim ## Run make test, older vLLM, the full simulation, the fault matrix and the compose stack
 	$(BIN)/pytest -m "older or fault" $(PYTEST_ARGS)

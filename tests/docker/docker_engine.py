@@ -78,7 +78,9 @@ class DockerEngine:
         host = f"unix://{scratch}/docker.sock"
         self.environment["DOCKER_HOST"] = host
         FOLDER.mkdir(parents=True, exist_ok=True)
-        command = [dockerd, "--host", host, "--pidfile", str(scratch / "dockerd.pid")]
+        # It ends with the tests, also where those are ended without a last word.
+        command = ["setpriv", "--pdeathsig", "TERM", dockerd, "--host", host]
+        command += ["--pidfile", str(scratch / "dockerd.pid")]
         command += ["--data-root", str(FOLDER / "data"), "--exec-root", str(scratch / "run")]
         with (FOLDER / "dockerd.log").open("wb") as log:
             self._dockerd = subprocess.Popen(
