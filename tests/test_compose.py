@@ -5,11 +5,13 @@ That it runs is shown in tests/docker.
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import yaml
@@ -17,6 +19,9 @@ import yaml
 from kvturn_connector.config import ConnectorConfig
 from kvturn_lease import config as lease_config
 from kvturn_router import config as router_config
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 FOLDER = Path(__file__).resolve().parent.parent / "deploy" / "compose"
 FILES = sorted(FOLDER.glob("compose*.yaml"))
@@ -45,6 +50,26 @@ def services_of(file: Path) -> dict[str, dict[str, Any]]:
     """Returns the services of a compose file, the variables put in."""
     parsed: dict[str, dict[str, dict[str, Any]]] = yaml.safe_load(filled_in(file.read_text()))
     return parsed["services"]
+
+
+def settings_check() -> ModuleType:
+    """Returns the program that the service init runs first, as a module."""
+    file = FOLDER / "images" / "check_settings.py"
+    spec = importlib.util.spec_from_file_location("check_settings", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+CHECK = settings_check()
+
+
+def told(**changes: str) -> list[str]:
+    """Returns what the check says of .env with some values changed."""
+    lines: list[str] = CHECK.problems((FOLDER / ".env").read_text(), {**settings(), **changes})
+    return lines
 
 
 def whole_services() -> list[tuple[str, dict[str, Any]]]:
@@ -302,3 +327,92 @@ def test_the_readme_lists_every_variable() -> None:
     """Its table has each variable of .env with its value."""
     rows = re.findall(r"^\| `(\w+)` \| (?:`([^`|]*)`)? ?\|", README.read_text(), re.MULTILINE)
     assert dict(rows) == settings()
+
+
+def test_the_settings_of_the_env_file_are_checked_and_right() -> None:
+    """init is handed every variable, by name, but the one that is a secret."""
+    assert settings().keys() == CHECK.KNOWN
+    init = services_of(FOLDER / "compose.yaml")["init"]
+    assert set(init["environment"]) == settings().keys() - {"HF_TOKEN"}
+    assert init["entrypoint"][-1].startswith("check-settings /etc/kvturn/.env &&")
+    assert told() == []
+    gpu = {"GPU_TENSOR_PARALLEL": "2", "GPU_PREFILL": "0,1", "GPU_DECODE": "2,3"}
+    assert told(COMPOSE_PROFILES="gpu,own_watch", BIND_ADDRESS="::", **gpu) == []
+
+
+@pytest.mark.parametrize("name", sorted(settings().keys() - {"COMPOSE_PROJECT_NAME"}))
+def test_a_value_of_the_wrong_kind_is_named(name: str) -> None:
+    """One line, that begins with the variable; but what may be empty, or anything, is taken."""
+    free = {"HF_TOKEN", "TORCH_BACKEND"}
+    for wrong in ("", "no such thing"):
+        lines = told(**{name: wrong})
+        allowed = name in free or (name == "COMPOSE_PROFILES" and not wrong)
+        assert len(lines) == (0 if allowed else 1), lines
+        assert all(re.match(rf"{name}\b", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"GRAFANA_PORT": "8000"}, "HTTP_PORT and GRAFANA_PORT are both 8000"),
+        ({"HTTP_PORT": "65536"}, "HTTP_PORT: must be a port from 1 to 65535, not '65536'"),
+        ({"COMPOSE_PROFILES": "cpu,gpu"}, "COMPOSE_PROFILES: cpu and gpu engines"),
+        ({"CPU_KV_CACHE_GIB": "6"}, "CPU_KV_CACHE_GIB=6 does not fit into CPU_MEMORY=6g"),
+        ({"CPU_MODEL": "Qwen/Qwen3-8B"}, "CPU_MODEL: must be a folder in the container"),
+        ({"SESSION_TTL_S": "3"}, "SESSION_TTL_S=3: --session-ttl"),
+        ({"QUESTION_DEADLINE_MS": "0"}, "QUESTION_DEADLINE_MS=0: "),
+        ({"COMPOSE_PROFILES": "gpu", "GPU_DECODE": "0"}, "GPU_PREFILL and GPU_DECODE both"),
+        ({"COMPOSE_PROFILES": "gpu", "GPU_DECODE": "1,2"}, "GPU_DECODE=1,2 names 2 GPUs"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(changes: dict[str, str], said: str) -> None:
+    """A range, or two settings that contradict each other: one line names them and the fix."""
+    (line,) = told(**changes)
+    assert line.startswith(said)
+
+
+def test_what_nobody_reads_in_the_env_file_is_refused() -> None:
+    """A name that is mistyped, or that stands twice; names of one's own have a place."""
+    text = (FOLDER / ".env").read_text()
+    lines = CHECK.problems(f"{text}HTTP_PROT=1\nHTTP_PORT=9000\nOWN_PORT=1\n", settings())
+    assert [line.partition(";")[0] for line in lines] == [
+        "HTTP_PORT: stands twice in .env",
+        "HTTP_PROT: nothing of the stack reads it",
+    ]
+    assert "did you mean HTTP_PORT?" in lines[1]
+
+
+@pytest.mark.parametrize(
+    ("command", "variables", "said"),
+    [
+        (["build.sh", "kvturn", "routr"], {}, "build.sh: no image routr; choose from kvturn,"),
+        (["build.sh"], {"CA_FILE": "no.pem"}, "build.sh: cannot read no.pem; give INDEX_ENV"),
+        (["roll.sh"], {}, "usage: roll.sh SERVICE..., for example"),
+        (["roll.sh", "lease-1"], {"WAIT_S": "5m"}, "roll.sh: WAIT_S must be whole seconds"),
+    ],
+)
+def test_a_wrong_call_does_nothing(
+    command: list[str], variables: dict[str, str], said: str, tmp_path: Path
+) -> None:
+    """One line says what is wrong; Docker is not called."""
+    never = tmp_path / "docker"
+    never.write_text("#!/bin/sh\necho called\n")
+    never.chmod(0o755)
+    environment = {**os.environ, **variables, "DOCKER": str(never), "COMPOSE": str(never)}
+    done = subprocess.run(
+        [FOLDER / command[0], *command[1:]], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(said)
+
+
+@pytest.mark.parametrize("script", ["build.sh", "roll.sh"])
+def test_help_tells_how_to_call(script: str) -> None:
+    """Every variable that the script takes is in it."""
+    done = subprocess.run([FOLDER / script, "--help"], capture_output=True, text=True, check=True)
+    assert f"{script} " in done.stdout
+    text = (FOLDER / script).read_text()
+    for name in ("INDEX_ENV", "CA_FILE", "DOCKER", "COMPOSE", "WAIT_S"):
+        assert (f"{name}=" in done.stdout) == (f"${{{name}:-" in text), name

@@ -8,11 +8,39 @@
 #   CA_FILE=FILE    authorities to trust, in PEM
 #   DOCKER=PROGRAM  the client to run, by default docker
 set -eu
+
+refuse() {
+    echo "build.sh: $1" >&2
+    exit 2
+}
+
+case ${1:-} in -h | --help)
+    sed -n '2,/^set/s/^# \{0,1\}//p' "$0"
+    exit
+    ;;
+esac
+[ $# -gt 0 ] || set -- kvturn engine-cpu otel-collector
+for name in "$@"; do
+    case $name in
+        kvturn | engine-cpu | engine-gpu | otel-collector) ;;
+        *) refuse "no image $name; choose from kvturn, engine-cpu, engine-gpu, otel-collector" ;;
+    esac
+done
+for file in "${INDEX_ENV:-}" "${CA_FILE:-}"; do
+    [ -z "$file" ] || [ -r "$file" ] ||
+        refuse "cannot read $file; give INDEX_ENV and CA_FILE a file each, or leave them out"
+done
+# Files are meant from where this was called.
+INDEX_ENV=${INDEX_ENV:+$(realpath "$INDEX_ENV")}
+CA_FILE=${CA_FILE:+$(realpath "$CA_FILE")}
 cd "$(dirname "$0")"
 
 # As compose does: .env says, and the shell's variables win.
 while IFS='=' read -r name value; do
-    case $name in '' | '#'*) continue ;; esac
+    case $name in
+        '' | '#'*) continue ;;
+        *[!A-Za-z0-9_]* | [0-9]*) refuse ".env: $name: write NAME=VALUE" ;;
+    esac
     eval "[ -n \"\${$name+set}\" ]" || export "$name=$value"
 done < .env
 
@@ -25,7 +53,6 @@ build() {
         "$@" ../..
 }
 
-[ $# -gt 0 ] || set -- kvturn engine-cpu otel-collector
 for name in "$@"; do
     case $name in
         kvturn) build "$name" "$KVTURN_IMAGE" --build-arg "PYTHON_IMAGE=$PYTHON_IMAGE" ;;
@@ -40,11 +67,6 @@ for name in "$@"; do
         otel-collector)
             build "$name" "$COLLECTOR_IMAGE" --build-arg "BUSYBOX_IMAGE=$BUSYBOX_IMAGE" \
                 --build-arg "OTEL_COLLECTOR_IMAGE=$OTEL_COLLECTOR_IMAGE"
-            ;;
-        *)
-            echo "build.sh: no image $name; choose from kvturn, engine-cpu, engine-gpu," \
-                "otel-collector" >&2
-            exit 2
             ;;
     esac
 done

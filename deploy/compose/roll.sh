@@ -13,6 +13,17 @@ fi
     echo "usage: roll.sh SERVICE..., for example: roll.sh lease-1 lease-2 router-1 router-2" >&2
     exit 2
 }
+case $1 in -h | --help)
+    sed -n '2,/^set/s/^# \{0,1\}//p' roll.sh
+    exit
+    ;;
+esac
+WAIT_S=${WAIT_S:-300}
+case $WAIT_S in '' | *[!0-9]*)
+    echo "roll.sh: WAIT_S must be whole seconds, e.g. 300, not $WAIT_S" >&2
+    exit 2
+    ;;
+esac
 
 # Asks Docker for a container's health, once a second: asking compose takes nearly as long.
 health() {
@@ -25,14 +36,19 @@ for service in "$@"; do
         exit 1
     }
 done
+# A service that does not take its settings would not come back.
+$COMPOSE run --rm -T init || {
+    echo "roll.sh: settings are wrong; nothing was done" >&2
+    exit 2
+}
 for service in "$@"; do
     echo "$service: stopping, and starting anew"
     $COMPOSE up -d --no-deps --force-recreate "$service"
     container=$($COMPOSE ps -q "$service")
-    left=${WAIT_S:-300}
+    left=$WAIT_S
     until [ "$(health "$container")" = healthy ]; do
         [ "$left" -gt 0 ] || {
-            echo "roll.sh: $service did not become healthy in ${WAIT_S:-300} s; the rest was left alone." \
+            echo "roll.sh: $service did not become healthy in $WAIT_S s; the rest was left alone." \
                 "See: $COMPOSE logs $service" >&2
             exit 1
         }

@@ -14,8 +14,8 @@ from typing import IO, Self
 ROOT = Path(__file__).resolve().parent.parent.parent
 FOLDER = ROOT / "build" / "docker"
 """Where an engine of the tests' own keeps images and build caches from run to run."""
-START_TIMEOUT_S = 60
-STOP_TIMEOUT_S = 60
+START_TIMEOUT_S = 180
+STOP_TIMEOUT_S = 180
 INSTALL = "run scripts/setup.sh docker, which names or installs what is missing"
 
 
@@ -45,7 +45,7 @@ class DockerEngine:
         *args: str,
         given: IO[bytes] | None = None,
         stderr: int = subprocess.PIPE,
-        timeout_s: float = 120,
+        timeout_s: float = 600,
     ) -> str:
         """Runs `docker ARGS...` and returns what it prints. Fails the test with its stderr."""
         done = subprocess.run(

@@ -117,7 +117,7 @@ def _debian(engine: DockerEngine, suite: str, packages: str) -> str:
         assert status == 0, f"debootstrap of {suite} failed; see {log}"
         tar = ["tar", "-C", folder, "--exclude=./var/cache/apt/archives", "-c", "."]
         with subprocess.Popen(tar, stdout=subprocess.PIPE) as packed:
-            engine.run("import", "-", tag, given=packed.stdout, timeout_s=600)
+            engine.run("import", "-", tag, given=packed.stdout)
     return tag
 
 

@@ -99,6 +99,18 @@ def wait_until_reused(stack: ComposeStack, name: str, timeout_s: float) -> None:
         assert time.monotonic() < deadline_s, f"still {second.verdict}"
 
 
+def test_a_wrong_setting_stops_the_start(engine: DockerEngine, image_names: dict[str, str]) -> None:
+    """The first service says in a line which it is; what comes after waits for its success."""
+    wrong = ComposeStack(engine, {**image_names, "SESSION_TTL_S": "1"}, "kvturn-test-wrong")
+    try:
+        wrong.compose("up", "-d", "init")
+        assert engine.run("wait", wrong.container("init")).strip() == "2"
+        (line,) = wrong.log("init").splitlines()
+        assert line.startswith("settings: SESSION_TTL_S=1: --session-ttl")
+    finally:
+        wrong.down()
+
+
 def test_lease_services_wait_for_a_late_etcd(stack: ComposeStack) -> None:
     """As when a machine boots, which starts containers in any order: none gives up."""
     stack.compose("up", "-d", "init")

@@ -37,6 +37,7 @@ RUN for folder in lease router engine operator etcd-1 etcd-2 etcd-3 prometheus g
     done && chown -R 10001:10001 /var/lib/kvturn
 COPY --from=build /opt/kvturn /opt/kvturn
 COPY deploy/compose/images/make-secrets /usr/local/bin/
+COPY deploy/compose/images/check_settings.py /usr/local/bin/check-settings
 ENV PATH=/opt/kvturn/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
 ENTRYPOINT ["kvturn"]
