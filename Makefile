@@ -63,7 +63,7 @@ lint: setup-fast ## Check style and formatting of Python, protos and shell
 	$(BIN)/ruff check --quiet
 	$(BIN)/ruff format --check --quiet
 	$(BIN)/buf lint
-	$(BIN)/shellcheck -x scripts/*.sh .ci/run deploy/baremetal/*.sh deploy/compose/*.sh deploy/compose/images/engine deploy/compose/images/make-secrets deploy/compose/images/with-index
+	$(BIN)/shellcheck -x scripts/*.sh .ci/run deploy/baremetal/*.sh deploy/compose/*.sh deploy/compose/images/engine deploy/compose/images/is-healthy deploy/compose/images/make-secrets deploy/compose/images/with-index
 
 type: setup-fast ## Check types (mypy --strict)
 	$(BIN)/mypy

@@ -5,11 +5,13 @@ That it runs is shown in tests/docker.
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
 import json
 import os
 import re
 import subprocess
+import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -416,3 +418,26 @@ def test_help_tells_how_to_call(script: str) -> None:
     text = (FOLDER / script).read_text()
     for name in ("INDEX_ENV", "CA_FILE", "DOCKER", "COMPOSE", "WAIT_S"):
         assert (f"{name}=" in done.stdout) == (f"${{{name}:-" in text), name
+
+
+@pytest.mark.parametrize(("path", "healthy"), [("/", True), ("/nothing", False)])
+def test_a_service_is_healthy_that_answers_with_200(path: str, healthy: bool) -> None:
+    """What Docker runs in the containers of kvturn and of engines."""
+    script = FOLDER / "images" / "is-healthy"
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Empty) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        command = [script, str(server.server_port), path]
+        assert (subprocess.run(command).returncode == 0) == healthy
+        server.shutdown()
+    assert subprocess.run(command, capture_output=True).returncode != 0, "nobody listens"
+
+
+class Empty(http.server.BaseHTTPRequestHandler):
+    """Has one page, without a word."""
+
+    def do_GET(self) -> None:
+        self.send_response(200 if self.path == "/" else 404)
+        self.end_headers()
+
+    def log_request(self, code: object = "-", size: object = "-") -> None:
+        """Says nothing of requests."""

@@ -47,7 +47,7 @@ COPY --from=build /opt/vllm /opt/vllm
 COPY --from=model /models /models
 # Last, and beside vLLM: a change of the connector makes a layer of its size, not of vLLM's.
 COPY --from=connector /opt/connector /opt/connector
-COPY deploy/compose/images/engine /usr/local/bin/engine
+COPY deploy/compose/images/engine deploy/compose/images/is-healthy /usr/local/bin/
 ENV PATH=/opt/vllm/bin:$PATH PYTHONPATH=/opt/connector PYTHONUNBUFFERED=1 HOME=/tmp
 USER 10001:10001
 ENTRYPOINT ["engine"]

@@ -17,7 +17,7 @@ RUN --mount=type=secret,id=index.env --mount=type=secret,id=ca.pem \
 
 FROM ${VLLM_IMAGE}
 COPY --from=connector /opt/connector /opt/connector
-COPY deploy/compose/images/engine /usr/local/bin/engine
+COPY deploy/compose/images/engine deploy/compose/images/is-healthy /usr/local/bin/
 ENV PYTHONPATH=/opt/connector PYTHONUNBUFFERED=1 HOME=/tmp
 # What the connector needs is vLLM's own requirement too; an image without it is refused here.
 RUN python3 -c 'import grpc, nixl, opentelemetry.sdk, kvturn_connector'

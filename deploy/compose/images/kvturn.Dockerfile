@@ -36,7 +36,7 @@ RUN for folder in lease router engine operator etcd-1 etcd-2 etcd-3 prometheus g
         mkdir -p -m 700 "/var/lib/kvturn/$folder" || exit; \
     done && chown -R 10001:10001 /var/lib/kvturn
 COPY --from=build /opt/kvturn /opt/kvturn
-COPY deploy/compose/images/make-secrets /usr/local/bin/
+COPY deploy/compose/images/make-secrets deploy/compose/images/is-healthy /usr/local/bin/
 COPY deploy/compose/images/check_settings.py /usr/local/bin/check-settings
 ENV PATH=/opt/kvturn/bin:$PATH PYTHONUNBUFFERED=1
 USER 10001:10001
