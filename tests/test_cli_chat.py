@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from certificates import Authority
+from kvturn_command import kvturn
 
 from kvturn_cli.chat import reuse_line
 from kvturn_cli.turn import RouterClient, read_report
@@ -44,6 +45,8 @@ class FakeRouter(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), FakeRouterHandler)
         self.requests: list[tuple[str, str, dict[str, str], Any]] = []
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.models = json.dumps({"object": "list", "data": [{"id": "tiny", "object": "model"}]})
+        """What it answers when it is asked for its models."""
 
 
 class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
@@ -69,8 +72,7 @@ class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         self._note()
-        models = {"object": "list", "data": [{"id": "tiny", "object": "model"}]}
-        self._answer("application/json", json.dumps(models))
+        self._answer("application/json", self.server.models)
 
     def do_DELETE(self) -> None:
         self._note()
@@ -84,6 +86,14 @@ class FakeRouterHandler(http.server.BaseHTTPRequestHandler):
         last = body["messages"][-1]["content"]
         if "fail" in last:
             self.send_error(503)
+            return
+        if "other" in last:
+            self._answer("application/json", '{"choices": []}')
+            return
+        if "half" in last:
+            self._answer(
+                "text/event-stream", 'data: {"choices": [{"delta": 5}]}\n\ndata: {"cho\n\n'
+            )
             return
         deltas: list[dict[str, str]] = [{"role": "assistant"}, {"content": "Hello"}]
         deltas.append({"content": " there."})
@@ -231,12 +241,45 @@ def test_a_router_with_a_certificate_of_our_own_needs_its_authority(tmp_path: Pa
         for done, words in (
             (chat(url, "hello\n"), f"the certificate of {url} is not trusted; give --ca FILE"),
             (chat(plain, "hello\n"), "closes connections; if the router has --tls-cert, give"),
-            (chat(url, "hello\n", "--ca", "/nowhere"), "--ca /nowhere: cannot be used: No such"),
+            (chat(url, "hello\n", "--ca", "/nowhere"), "--ca /nowhere: cannot be read: No such"),
         ):
             assert words in done.stderr
             assert done.returncode in (1, 2)
             assert done.stderr.count("\n") == 1
         assert "Hello there." in chat(url, "hello\n", "--ca", str(ours.ca)).stdout
+
+
+@pytest.mark.parametrize(
+    "models", ["[" * 100_000, '{"data": 5}', '{"data": [5]}', "null", "<html>", '"x"']
+)
+def test_what_answers_no_models_is_no_router(router: FakeRouter, models: str) -> None:
+    """One line, exit code 1, whatever it answers."""
+    router.models = models
+    done = kvturn("chat", "--url", router.url, stdin="hello\n")
+    assert done.code == 1
+    assert done.err.startswith(f"kvturn chat: {router.url} tells no models: ")
+    assert done.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["other", "half"])
+def test_an_answer_that_is_no_chat_fails_the_turn_in_one_line(
+    router: FakeRouter, text: str
+) -> None:
+    """No stream at all, and one of something else; the chat goes on after it."""
+    done = kvturn("chat", "--url", router.url, stdin=f"{text}\nhello\n")
+    assert done.code == 0
+    assert done.err.startswith("kvturn chat: the turn failed: the answer is ")
+    assert done.err.count("\n") == 1
+    assert "Hello there." in done.out
+
+
+@pytest.mark.parametrize("url", ["nowhere", "ftp://h:1", "http://", "http://[", "http://a b:1"])
+def test_a_router_that_is_no_url_is_refused_by_name(url: str) -> None:
+    """Before anybody is asked."""
+    done = kvturn("chat", "--url", url)
+    assert done.code == 2
+    assert done.err.startswith(f"kvturn chat: --url: {url!r} ")
+    assert done.err.count("\n") == 1
 
 
 def test_a_model_that_is_not_served_is_refused_with_those_that_are(router: FakeRouter) -> None:

@@ -162,6 +162,44 @@ def test_down_stops_the_holder_and_its_children(tmp_path: Path) -> None:
         assert sleeper.wait(5) == -15
 
 
+def test_arguments_and_variables_must_be_utf8() -> None:
+    """Whatever the command: such text can neither be sent nor shown."""
+    for arguments in (
+        ("turns", "\udcff"),
+        ("engines", "--lease=\udcff:1"),
+        ("chat", "--url=http://\udcff"),
+        ("lease", "--host=\udcff"),
+    ):
+        done = kvturn(*arguments)
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+        assert "is not UTF-8; give names and files in UTF-8" in done.err
+    done = kvturn("router", KVTURN_ROUTER_HOST="\udcff")
+    assert (done.code, "KVTURN_ROUTER_HOST is not UTF-8" in done.err) == (2, True)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    """Files of keys and certificates are read again when they change; nobody may ever write."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for arguments in (
+        ("engines", f"--lease-ca={pipe}"),
+        ("engines", f"--lease-token-file={pipe}"),
+        ("chat", f"--ca={pipe}"),
+        ("doctor", f"--engine-ca={pipe}"),
+        ("doctor", f"--etcd-ca={pipe}"),
+        ("doctor", "--etcd-user=u", f"--etcd-password-file={pipe}"),
+        ("lease", f"--secret-file={pipe}"),
+        ("lease", f"--engine-tokens-file={pipe}"),
+        ("lease", "--store=etcd://127.0.0.1:1", f"--etcd-ca={pipe}"),
+    ):
+        done = kvturn(*arguments)
+        assert done.code == 2
+        assert done.err.count("\n") == 1
+        flag = arguments[-1].partition("=")[0]
+        assert f"{flag} {pipe}: is a pipe; give a file" in done.err
+
+
 def started(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a module to its end in a Python of its own; stderr tells what it imported."""
     return subprocess.run(

@@ -368,6 +368,61 @@ async def test_what_is_no_http_server_is_told_within_the_deadline(answer: bytes)
     server.close()
 
 
+async def test_an_answer_that_comes_drop_by_drop_has_the_same_deadline() -> None:
+    """Each header line arrives in time, and the head never ends."""
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 200 OK\r\n")
+        while not gone.is_set():
+            writer.write(b"x: y\r\n")
+            await writer.drain()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(gone.wait(), 0.05)
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with asyncio.timeout(GUARD_S):
+        with pytest.raises(Unanswered, match=r"no answer within 0\.2 s"):
+            await ask(Question(f"http://127.0.0.1:{port}/", timeout_s=0.2))
+    gone.set()
+    server.close()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>",
+        b"[1]",
+        b"5",
+        b"[" * 100_000,
+        b'{"lease": 5, "engines": 7, "data": 5, "reason": 5}',
+        b'{"lease": ["h:1"], "stock_ttl_s": "x", "engines": [5], "data": [null]}',
+        b'{"engines": [{"role": "prefill"}, {"url": 5}], "data": [{"id": 7}]}',
+    ],
+)
+async def test_a_server_that_is_no_router_is_reported_as_such(body: bytes) -> None:
+    """Whatever it answers: no settings, no engines, and turns that fail in words."""
+    engine = await StubEngine("decode").start()
+
+    async def other(seen: Seen, reply: Reply) -> None:
+        await reply.whole(body)
+
+    for path in ("/ready", "/kvturn/v1/settings", "/kvturn/v1/engines", "/v1/models", CHAT):
+        engine.script(path, other)
+    access = RouterAccess(engine.url)
+    facts = await examine(Scope(access, lease=("127.0.0.1:1",), timeout_s=2.0), lambda _: None)
+    await engine.stop()
+    found = {one.check: one for one in diagnose(facts)}
+    assert "no settings of a kvturn router" in found["router.settings"].seen
+    assert facts.router.engines is None
+    if facts.turns is None:
+        assert facts.turns_skipped
+    else:
+        assert all(turn.problem for turn in facts.turns)
+
+
 async def test_why_tls_does_not_come_about_is_told(tmp_path: Path) -> None:
     """No authority, no TLS on one side or the other; and a good answer."""
     authority = Authority(tmp_path)
@@ -478,14 +533,14 @@ async def test_libfabric_is_asked_for_its_provider(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (["--router", "10.0.0.2:8000"], "--router '10.0.0.2:8000' must be http://HOST:PORT"),
+        (["--router", "10.0.0.2:8000"], "--router: '10.0.0.2:8000' is no http://HOST:PORT"),
         (["--router", "http://h:99999"], "--router"),
-        (["--lease", "nowhere"], "--lease 'nowhere' must be HOST:PORT"),
-        (["--etcd", "a:1,b"], "--etcd 'b' must be HOST:PORT"),
-        (["--etcd-cert", "c", "--etcd-key", "k"], "need --etcd-ca"),
+        (["--lease", "nowhere"], "--lease: 'nowhere' must be HOST:PORT"),
+        (["--etcd", "a:1,b"], "--etcd: 'a:1,b' must be HOST:PORT"),
+        (["--etcd-cert", "c", "--etcd-key", "k"], "--etcd-cert needs --etcd-ca"),
         (["--etcd-user", "u"], "--etcd-user and --etcd-password-file go together"),
         (["--etcd-ca", "/nowhere"], "--etcd-ca /nowhere: cannot be read"),
-        (["--ca", "/nowhere"], "--ca /nowhere: cannot be used"),
+        (["--ca", "/nowhere"], "--ca /nowhere: cannot be read"),
         (["--lease-token-file", "/nowhere"], "--lease-token-file"),
         (["--otlp", "ftp://h:1"], "--otlp"),
         (["--timeout", "0"], "--timeout"),

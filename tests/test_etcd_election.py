@@ -454,11 +454,11 @@ def test_wrong_settings_of_etcd_are_refused_by_name(tmp_path: Path) -> None:
         (["--store=etcd://a b:1"], not_a_store),
         ([f"--etcd-ca={text}"], "etcd-ca needs --store etcd"),
         ([etcd, f"--etcd-ca={nowhere}"], "etcd-ca .*nowhere: cannot be read"),
-        ([etcd, f"--etcd-ca={text}"], "is no PEM file"),
+        ([etcd, f"--etcd-ca={text}"], "etcd-ca .*text: holds no certificate in PEM"),
         ([etcd, f"--etcd-ca={empty}"], "etcd-ca .*empty.pem: holds no certificate"),
         (
             [etcd, *(f"--etcd-{name}={file}" for name, file in strangers.items())],
-            "are not a certificate and its key",
+            "is not the key, without a passphrase, of the certificate",
         ),
         ([etcd, "--etcd-user=u"], "etcd-user needs a password, which comes by --etcd-pass"),
         ([etcd, "--etcd-user=u:word"], "etcd-user must be a name alone"),

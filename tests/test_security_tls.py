@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import shutil
 import socket
 import ssl
@@ -417,7 +418,12 @@ def test_wrong_tls_settings_are_refused_by_name_in_one_line(folder: Path, ours: 
     pair, other = ours.issue(), ours.issue()
     empty = folder / "empty.pem"
     empty.write_text("")
+    pipe = folder / "pipe"
+    os.mkfifo(pipe)
     cases = [
+        ([f"--engine-ca={pipe}"], "--engine-ca .*pipe: is a pipe; give a file"),
+        ([f"--engine-api-key-file={pipe}"], "--engine-api-key-file .*pipe: is a pipe"),
+        ([f"--api-keys-file={pipe}"], "--api-keys-file .*pipe: is a pipe"),
         ([f"--tls-cert={pair.cert}"], "--tls-cert needs --tls-key"),
         ([f"--tls-key={pair.key}"], "--tls-client-ca needs --tls-cert|--tls-key needs --tls-cert"),
         ([f"--tls-client-ca={ours.ca}"], "--tls-client-ca needs --tls-cert"),

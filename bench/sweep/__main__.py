@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import csv
 import dataclasses
-import ssl
+import http.client
 import sys
 import time
 import urllib.error
@@ -31,6 +31,8 @@ from bench.sweep.cell import FIELDS, Cell, Row, Run, cells, row_of, runs
 from bench.sweep.drivers import Driver, DriverError, OwnDriver, Target, VllmDriver, vllm_benchmark
 from bench.sweep.prose import Length, text
 from bench.sweep.table import HEAD, cells_of, lines, markdown
+from kvturn.tls import trusting
+from kvturn.watched import FileFault, read_file
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -84,17 +86,22 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def target_of(args: argparse.Namespace) -> Target:
     """Returns the router to measure. Raises DriverError if it is not ready within READY_S."""
     try:
-        key = args.api_key_file.read_text().split()[0] if args.api_key_file else ""
-        tls = ssl.create_default_context(cafile=args.ca) if args.ca else None
-    except (OSError, IndexError) as error:
-        raise DriverError(f"API_KEY_FILE or CA_FILE: {error}") from error
+        file = args.api_key_file
+        keys = read_file("--api-key-file", file).decode().split() if file else [""]
+        tls = trusting("--ca", args.ca)
+    except (FileFault, UnicodeDecodeError) as fault:
+        raise DriverError(f"API_KEY_FILE or CA_FILE: {fault}") from fault
+    if not keys:
+        raise DriverError(f"API_KEY_FILE {file} holds no key")
     label = args.label or time.strftime("%H%M%S")
-    target = Target(args.url, args.model, key, tls, args.timeout, label, args.suffix, args.answer)
+    target = Target(
+        args.url, args.model, keys[0], tls, args.timeout, label, args.suffix, args.answer
+    )
     try:
         wait_until_ready(target)
         with target.client() as client:
             served = client.models()
-    except openai.APIError as error:
+    except openai.OpenAIError as error:
         raise DriverError(
             f"ROUTER_URL={args.url}: the router does not list its models ({error});"
             " start it, or mend the address"
@@ -123,7 +130,7 @@ def wait_until_ready(target: Target) -> None:
                 print(f"waiting for {target.url}: {why}", file=sys.stderr, flush=True)
                 time.sleep(_LOOK_S)
                 continue
-        except OSError:
+        except (OSError, http.client.HTTPException):
             pass  # The first question that matters tells it better.
         return
 
@@ -137,7 +144,7 @@ def length_of(target: Target) -> Length:
             messages = [{"role": "user", "content": text(name, words)}]
             try:
                 done = client.turn(target.model, messages, name, reuse=False, max_tokens=1)
-            except openai.APIError as error:
+            except openai.OpenAIError as error:
                 raise DriverError(f"the router does not serve a turn: {error}") from error
             seen.append((words, done.prompt_tokens))
     try:

@@ -115,7 +115,7 @@ class OwnDriver:
                 reuse=run.arm == "on",
                 max_tokens=self.target.answer_tokens,
             )
-        except openai.APIError as error:
+        except openai.OpenAIError as error:
             return _failed(run, name, turn, str(error)), ""
         latency_ms = (time.perf_counter() - began_s) * 1_000
         row = Row(

@@ -1,9 +1,10 @@
 """The command line `kvturn`: one sub-command per module, imported only when it is called."""
 
 import importlib
+import os
 import sys
 
-from kvturn.spelling import meant
+from kvturn.spelling import meant, not_utf8
 
 COMMANDS = {
     "up": ("kvturn_cli.up", "main", "run the whole system on this machine"),
@@ -35,6 +36,9 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"kvturn {version('kvturn')}")
         return 0
+    if problem := not_utf8(args, os.environ):
+        print(f"kvturn: {problem}", file=sys.stderr)
+        return 2
     if args[0] not in COMMANDS:
         known = f"one of {', '.join(COMMANDS)}{meant(args[0], COMMANDS)}"
         print(f"kvturn: no command {args[0]!r}; {known}", file=sys.stderr)

@@ -9,7 +9,9 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
+from kvturn.address import addresses
 from kvturn.spelling import stray_variables, unknown_variable, with_flag_meant
 
 NAME_BYTES_MAX = 256
@@ -105,11 +107,8 @@ def positive(text: str) -> int:
 
 
 def name(text: str) -> str:
-    """Reads a name of something: 1 to 256 bytes of UTF-8."""
-    try:
-        size = len(text.encode())
-    except UnicodeEncodeError:
-        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8") from None
+    """Reads a name of something: 1 to 256 bytes."""
+    size = len(text.encode())
     if not 1 <= size <= NAME_BYTES_MAX:
         raise argparse.ArgumentTypeError(f"must have 1 to {NAME_BYTES_MAX} bytes, not {size}")
     return text
@@ -118,6 +117,30 @@ def name(text: str) -> str:
 def tenant(text: str) -> str:
     """Reads a tenant's name, which may be empty."""
     return name(text) if text else text
+
+
+def base_url(text: str) -> str:
+    """Reads where an HTTP API is, http://HOST:PORT; a /v1 at its end is left out."""
+    try:
+        parts = urlsplit(text)
+        port_number = parts.port
+    except ValueError:
+        parts, port_number = urlsplit(""), None
+    if parts.scheme not in ("http", "https") or not parts.hostname or port_number == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no http://HOST:PORT or https://HOST:PORT")
+    if parts.query or parts.fragment or parts.username is not None:
+        raise argparse.ArgumentTypeError(f"{text!r} must have no query and no user")
+    if not text.isprintable() or " " in text:
+        raise argparse.ArgumentTypeError(f"{text!r} must have no blanks")
+    return text.rstrip("/").removesuffix("/v1")
+
+
+def endpoints(text: str) -> tuple[str, ...]:
+    """Reads HOST:PORT, or several with commas between."""
+    try:
+        return addresses(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error}") from None
 
 
 def at_most(most: int) -> Callable[[str], int]:

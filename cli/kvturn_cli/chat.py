@@ -1,7 +1,6 @@
 """`kvturn chat`: a chat in the terminal that shows what each turn reused."""
 
 import contextlib
-import ssl
 import sys
 import uuid
 from collections.abc import Iterator
@@ -10,8 +9,10 @@ from pathlib import Path
 import openai
 from rich.console import Console
 
+from kvturn.tls import trusting
+from kvturn.watched import FileFault
 from kvturn_cli import run_state
-from kvturn_cli.arguments import Parser, positive
+from kvturn_cli.arguments import Parser, base_url, positive
 from kvturn_cli.checkout import default_run_dir
 from kvturn_cli.console import make_console
 from kvturn_cli.turn import Message, RouterClient, TurnResult
@@ -25,7 +26,12 @@ def main(argv: list[str]) -> int:
     """Runs `kvturn chat`."""
     parser = Parser("kvturn chat", f"Chats through a kvturn router. {HELP}")
     add = parser.add_argument
-    add("--url", default=None, help=f"router; default: the one of kvturn up, or {DEFAULT_URL}")
+    add(
+        "--url",
+        type=base_url,
+        default=None,
+        help=f"router; default: the one of kvturn up, or {DEFAULT_URL}",
+    )
     add("--run-dir", type=Path, default=default_run_dir(), help="the run folder given to kvturn up")
     add("--model", default=None, help="model name; default: the first that the router serves")
     add("--api-key", default="", help="API key, sent as a bearer token")
@@ -36,9 +42,9 @@ def main(argv: list[str]) -> int:
     state = run_state.read(args.run_dir)
     url = args.url or (state.router_url if state and state.ready else DEFAULT_URL)
     try:
-        tls = None if args.ca is None else ssl.create_default_context(cafile=args.ca)
-    except OSError as error:  # ssl.SSLError is one, too
-        return fail(f"--ca {args.ca}: cannot be used: {error.strerror or error}", 2)
+        tls = trusting("--ca", args.ca)
+    except FileFault as fault:
+        return fail(str(fault), 2)
     with RouterClient(url, args.api_key, TURN_TIMEOUT_S, tls) as client:
         try:
             models = client.models()
@@ -48,7 +54,7 @@ def main(argv: list[str]) -> int:
             return fail(
                 f"{url} {'does not know' if args.api_key else 'needs'} an API key: --api-key"
             )
-        except openai.APIError as error:
+        except openai.OpenAIError as error:
             return fail(f"{url} tells no models: {error}")
         model = args.model or next(iter(models), "")
         if model not in models:
@@ -173,7 +179,7 @@ class Chat:
         except KeyboardInterrupt:
             print()
             self._tell("interrupted; the part that came is kept")
-        except openai.APIError as error:
+        except openai.OpenAIError as error:
             print()
             fail(f"the turn failed: {error}")
             return False

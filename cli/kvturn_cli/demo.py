@@ -103,7 +103,7 @@ def run(out_dir: Path, model: Path, vllm_python: Path) -> int:
                     progress.done(table_line(row))
             progress.waiting("waiting for the last spans")
             wait_until_quiet(stack.trace_file)
-    except (openai.APIError, OSError, ValueError) as error:
+    except (openai.OpenAIError, OSError, ValueError) as error:
         stack.check_alive()
         raise DemoError(f"turn {len(rows) + 1} failed: {error}") from error
     finally:

@@ -6,10 +6,8 @@ KVTURN_OPERATOR_LEASE_CA.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import re
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
@@ -22,10 +20,11 @@ from kvturn.lease_channels import LeaseChannels, Unanswered, error_info
 from kvturn.tls import TlsFiles
 from kvturn.watched import FileFault
 from kvturn_cli import run_state
-from kvturn_cli.arguments import Parser, seconds
+from kvturn_cli.arguments import Parser, endpoints, seconds
 from kvturn_cli.checkout import default_run_dir
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable
 
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
@@ -36,9 +35,6 @@ A = TypeVar("A")
 VARIABLES = "KVTURN_OPERATOR_"
 DEFAULT_ENDPOINT = "127.0.0.1:7600"
 TIMEOUT_S = 5.0
-ENDPOINTS_MAX = 16
-
-_host_port = re.compile(r"(?:[^\s,\[\]:]+|\[[0-9A-Fa-f:.%]+\]):(?P<port>\d{1,5})")
 
 
 class NoAnswer(Exception):
@@ -71,20 +67,6 @@ def add_flags(parser: Parser) -> None:
     add("--lease-key", type=Path, metavar="FILE", help="the key of our certificate")
     add("--lease-token-file", type=Path, metavar="FILE", help="file with an operator's token")
     add("--timeout", type=seconds, default=TIMEOUT_S, metavar="S", help="wait for an answer, s")
-
-
-def endpoints(text: str) -> tuple[str, ...]:
-    """Reads HOST:PORT, or several with commas between."""
-    named = tuple(part.strip() for part in text.split(","))
-    for one in named:
-        found = _host_port.fullmatch(one)
-        if found is None or not 0 < int(found["port"]) < 65_536:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not HOST:PORT, or several with commas between"
-            )
-    if len(named) > ENDPOINTS_MAX:
-        raise argparse.ArgumentTypeError(f"names more than {ENDPOINTS_MAX} endpoints")
-    return named
 
 
 class LeaseConnection:

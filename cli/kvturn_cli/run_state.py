@@ -10,6 +10,9 @@ import json
 from pathlib import Path
 from typing import IO
 
+import msgspec
+
+from kvturn.watched import FileFault, read_file
 from kvturn_cli.process import ProcessId
 
 
@@ -50,11 +53,8 @@ def write(run_dir: Path, state: RunState) -> None:
 def read(run_dir: Path) -> RunState | None:
     """Returns the state, None if there is none or it cannot be read."""
     try:
-        body = json.loads(state_file(run_dir).read_text())
-        holder = ProcessId(**body.pop("holder"))
-        children = tuple(ProcessId(**child) for child in body.pop("children"))
-        return RunState(holder, children, **body)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        return msgspec.json.decode(read_file("", state_file(run_dir)), type=RunState)
+    except (FileFault, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 

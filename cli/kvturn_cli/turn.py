@@ -85,6 +85,22 @@ def read_report(
     )
 
 
+@contextlib.contextmanager
+def _openais() -> Iterator[None]:
+    """Raises openai.OpenAIError for an answer that is none of OpenAI's API, or breaks off.
+
+    The client passes on whatever it stumbles over in such an answer, each of another kind.
+    """
+    try:
+        yield
+    except (openai.OpenAIError, OSError):
+        raise
+    except Exception as error:
+        raise openai.OpenAIError(
+            f"the answer is none of OpenAI's API ({type(error).__name__}: {error})"[:300]
+        ) from error
+
+
 class RouterClient:
     """Talks to one router with the `openai` client, never through a proxy."""
 
@@ -133,8 +149,9 @@ class RouterClient:
         self.close()
 
     def models(self) -> list[str]:
-        """Returns the names of the models served. Raises openai.APIError."""
-        return [model.id for model in self._openai.models.list()]
+        """Returns the names of the models served. Raises openai.OpenAIError."""
+        with _openais():
+            return [str(model.id) for model in self._openai.models.list()]
 
     def turn(
         self,
@@ -150,7 +167,7 @@ class RouterClient:
         """Sends a turn and reads its stream to the end; `on_text` gets each piece as it comes.
 
         `reuse=False` asks for neither reading nor retaining KV: a baseline.
-        Raises openai.APIError.
+        Raises openai.OpenAIError.
         """
         headers = {"X-Conversation-Id": conversation_id}
         if not reuse:
@@ -169,14 +186,18 @@ class RouterClient:
         pieces: list[str] = []
         first_s: float | None = None
         usage: CompletionUsage | None = None
-        with answer.parse() as stream:
+        came = False
+        with _openais(), answer.parse() as stream:
             for chunk in stream:
+                came = True
                 usage = chunk.usage or usage
                 piece = chunk.choices[0].delta.content if chunk.choices else None
                 if piece:
                     first_s = first_s or time.perf_counter()
                     pieces.append(piece)
                     on_text(piece)
+        if not came:
+            raise openai.OpenAIError("the answer is no stream of OpenAI's API")
         ttft_ms = ((first_s or time.perf_counter()) - began_s) * 1_000
         return read_report(answer.headers, "".join(pieces), ttft_ms, usage)
 

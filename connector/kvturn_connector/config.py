@@ -8,10 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvturn.address import addresses
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.tls import TlsFiles
-from kvturn.watched import FileFault, warn_of_open_secrets
+from kvturn.watched import FileFault, read_file, warn_of_open_secrets
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -20,7 +21,6 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 NAME_BYTES_MAX = 128
-ENDPOINTS_MAX = 16
 
 _PREFIX = "kvturn_"
 _OTLP_KEYS = ("kvturn_otlp_endpoint", "kvturn_otlp_protocol")
@@ -30,7 +30,6 @@ _ACCESS_KEYS = (
     "kvturn_lease_ca",
     "kvturn_lease_token_file",
 )
-_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 _URL = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
@@ -169,16 +168,10 @@ def _name(extra: Mapping[str, Any], key: str) -> str:
 
 def _endpoints(extra: Mapping[str, Any], key: str) -> tuple[str, ...]:
     text = _text(extra, key)
-    endpoints = tuple(part.strip() for part in text.split(",")) if text else ()
-    for endpoint in endpoints:
-        if not _HOST_PORT.fullmatch(endpoint):
-            raise ConfigError(f'{key}: {endpoint!r} is not HOST:PORT, such as "127.0.0.1:50051"')
-        port = int(endpoint.rpartition(":")[2])
-        if not 0 < port < 65_536:
-            raise ConfigError(f"{key}: port {port} is not between 1 and 65535")
-    if len(endpoints) > ENDPOINTS_MAX:
-        raise ConfigError(f"{key}: more than {ENDPOINTS_MAX} endpoints")
-    return endpoints
+    try:
+        return addresses(text) if text else ()
+    except ValueError as error:
+        raise ConfigError(f"{key}: {text!r} {error}") from None
 
 
 def _url(extra: Mapping[str, Any], key: str) -> str:
@@ -202,12 +195,9 @@ def _secret(path: str) -> bytes:
     if not path:
         return b""
     try:
-        secret = Path(path).read_bytes().strip()
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(
-            f"kvturn_secret_file: cannot read {path!r}: {reason}; name a file the engine can read"
-        ) from error
+        secret = read_file("kvturn_secret_file:", Path(path)).strip()
+    except FileFault as fault:
+        raise ConfigError(f"{fault}; name a file the engine can read") from None
     if not 16 <= len(secret) <= 64:
         raise ConfigError(f"kvturn_secret_file: {path} holds {len(secret)} bytes, not 16 to 64")
     return secret

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import grpc
 import grpc.aio
 
-from kvturn.tls import ClientTls, TlsFiles, connection_problem
+from kvturn.tls import ClientTls, TlsFiles, client_tls, connection_problem
 from kvturn.watched import FileFault, Watched, read_file
 
 if TYPE_CHECKING:
@@ -68,12 +68,8 @@ def lease_access(
     tls: TlsFiles, token_file: Path | None = None, token_setting: str = ""
 ) -> LeaseAccess:
     """Returns access by files; `ca` turns TLS on. Raises FileFault."""
-    cert_setting, key_setting, ca_setting = tls.settings
-    if tls.ca is None and tls.paths:
-        given = key_setting if tls.cert is None else cert_setting
-        raise FileFault(f"{given} needs {ca_setting}, the authorities of the lease service")
     return LeaseAccess(
-        None if tls.ca is None else ClientTls(tls),
+        client_tls(tls, "the lease service"),
         None if token_file is None else _watched_token(token_setting, token_file),
         AccessSettings(*tls.settings, token_setting or AccessSettings().token),
     )

@@ -52,6 +52,21 @@ def unknown_variable(prefix: str, flags: Mapping[str, str], environ: Mapping[str
     return ""
 
 
+def not_utf8(arguments: Iterable[str], environ: Mapping[str, str]) -> str:
+    """Returns what to say of an argument or a variable of ours that is no UTF-8; "" for none.
+
+    Nothing that we would send or print such text to takes it.
+    """
+    given = [(repr(text), text) for text in arguments]
+    given += [(name, text) for name, text in environ.items() if name.startswith(_OURS)]
+    for name, text in given:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"{name} is not UTF-8; give names and files in UTF-8"
+    return ""
+
+
 def stray_variables(environ: Mapping[str, str]) -> str:
     """Returns the warning of variables that look like ours and are nobody's; "" for none."""
     prefixes = [f"{_OURS}{command.upper()}_" for command in COMMANDS]

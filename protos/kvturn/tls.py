@@ -113,6 +113,28 @@ class ClientTls:
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
 
 
+def trusting(setting: str, ca: Path | None) -> ssl.SSLContext | None:
+    """Returns what judges servers by the authorities in a file, None, for the system's, without.
+
+    Raises FileFault; `setting` is how the file is given.
+    """
+    if ca is None:
+        return None
+    return ClientTls(TlsFiles(None, None, ca, ("", "", setting))).context()
+
+
+def client_tls(files: TlsFiles, whose: str) -> ClientTls | None:
+    """Returns TLS to servers that `ca` judges, None, for plain connections, without any file.
+
+    `whose` authorities are wanted beside a certificate. Raises FileFault.
+    """
+    cert_setting, key_setting, ca_setting = files.settings
+    if files.ca is None and files.paths:
+        given = key_setting if files.cert is None else cert_setting
+        raise FileFault(f"{given} needs {ca_setting}, the authorities of {whose}")
+    return ClientTls(files) if files.paths else None
+
+
 def connection_problem(details: str, settings: tuple[str, str, str], *, tls: bool) -> str:
     """Returns in words why a gRPC connection did not come about, with the setting to look at.
 

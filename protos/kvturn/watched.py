@@ -94,8 +94,13 @@ def _is_young(signature: _Signature) -> bool:
 
 
 def read_file(setting: str, file: Path) -> bytes:
-    """Returns a file's content. Raises FileFault."""
+    """Returns a file's content. Raises FileFault, also for a pipe.
+
+    Nobody may ever write to a pipe, and what it gave once is not there to be read again.
+    """
     try:
+        if stat.S_ISFIFO(file.stat().st_mode):
+            raise FileFault(f"{setting} {file}: is a pipe; give a file")
         return file.read_bytes()
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error

@@ -8,15 +8,14 @@ import signal
 import ssl
 import sys
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from rich.text import Text
 
 from kvturn.lease_access import LeaseAccess, lease_access
-from kvturn.tls import TlsFiles
-from kvturn.watched import FileFault
+from kvturn.tls import TlsFiles, trusting
+from kvturn.watched import FileFault, read_file
 from kvturn_cli import run_state
-from kvturn_cli.arguments import Parser, seconds
+from kvturn_cli.arguments import Parser, base_url, endpoints, seconds
 from kvturn_cli.checkout import default_run_dir
 from kvturn_cli.console import ConsoleProgress, make_console
 from kvturn_cli.doctor.diagnosis import diagnose
@@ -55,7 +54,12 @@ def parser() -> Parser:
         " by driving two turns of a conversation of its own. Exits 0 without problems, 1 with.",
     )
     add = made.add_argument
-    add("--router", default=None, help=f"router; default: kvturn up's, or {USUAL_ROUTER}")
+    add(
+        "--router",
+        type=base_url,
+        default=None,
+        help=f"router; default: kvturn up's, or {USUAL_ROUTER}",
+    )
     add("--run-dir", type=Path, default=default_run_dir(), help="the run folder given to kvturn up")
     add("--api-key", default="", help="API key of a client, for the two turns")
     add("--admin-key", default="", help="operator's key, where clients need keys")
@@ -66,7 +70,13 @@ def parser() -> Parser:
         default=None,
         help="authorities of https engines; else the system's",
     )
-    add("--lease", default="", help="lease services, HOST:PORT,...; default: the router's")
+    add(
+        "--lease",
+        type=endpoints,
+        default=(),
+        metavar="HOST:PORT[,...]",
+        help="lease services; default: the router's",
+    )
     for name, about in (
         ("lease-ca", "authorities of the lease service; turns TLS to it on"),
         ("lease-cert", "our certificate for the lease service"),
@@ -74,7 +84,13 @@ def parser() -> Parser:
         ("lease-token-file", "token of a router or an operator that we show it"),
     ):
         add(f"--{name}", type=Path, default=None, metavar="FILE", help=about)
-    add("--etcd", default="", help="etcd, HOST:PORT,...; default: the lease service's")
+    add(
+        "--etcd",
+        type=lambda text: endpoints(text.removeprefix("etcd://")),
+        default=(),
+        metavar="HOST:PORT[,...]",
+        help="etcd; default: the lease service's",
+    )
     for name, about in (
         ("etcd-ca", "authorities of etcd; turns TLS to it on"),
         ("etcd-cert", "our certificate for etcd"),
@@ -83,7 +99,12 @@ def parser() -> Parser:
     ):
         add(f"--{name}", type=Path, default=None, metavar="FILE", help=about)
     add("--etcd-user", default="", help="user to log in to etcd as")
-    add("--otlp", default="", help="collector, http://HOST:PORT; default: the router's")
+    add(
+        "--otlp",
+        type=base_url,
+        default=None,
+        help="collector, http://HOST:PORT; default: the router's",
+    )
     add(
         "--from-here",
         action="store_true",
@@ -104,17 +125,15 @@ def scope_of(args: argparse.Namespace) -> Scope:
     """Returns what the flags ask for. Raises UsageError."""
     state = run_state.read(args.run_dir)
     url = args.router or (state.router_url if state and state.ready else USUAL_ROUTER)
-    access = RouterAccess(
-        _url("--router", url), args.api_key, args.admin_key, _tls("--ca", args.ca)
-    )
+    access = RouterAccess(url, args.api_key, args.admin_key, _tls("--ca", args.ca))
     etcd_access = _etcd(args)
     return Scope(
         access,
-        lease=_endpoints("--lease", args.lease),
+        lease=args.lease,
         lease_access=_lease_access(args),
         etcd=etcd_access if etcd_access.endpoints else None,
         etcd_access=etcd_access,
-        otlp=_url("--otlp", args.otlp) if args.otlp else "",
+        otlp=args.otlp or "",
         engine_tls=_tls("--engine-ca", args.engine_ca),
         from_here=args.from_here,
         turns=not args.no_turns,
@@ -124,32 +143,11 @@ def scope_of(args: argparse.Namespace) -> Scope:
     )
 
 
-def _url(flag: str, text: str) -> str:
-    try:
-        parts = urlsplit(text)
-        port = parts.port
-    except ValueError:
-        raise UsageError(f"{flag} {text!r} is no URL; give http://HOST:PORT") from None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
-        raise UsageError(f"{flag} {text!r} must be http://HOST:PORT or https://HOST:PORT")
-    if parts.query or parts.fragment or parts.username is not None:
-        raise UsageError(f"{flag} {text!r} must have no query and no user")
-    return text.rstrip("/").removesuffix("/v1")
-
-
-def _endpoints(flag: str, text: str) -> tuple[str, ...]:
-    endpoints = tuple(part.strip() for part in text.split(",")) if text else ()
-    for endpoint in endpoints:
-        if not lease_config.is_address(endpoint):
-            raise UsageError(f"{flag} {endpoint!r} must be HOST:PORT, or several with commas")
-    return endpoints
-
-
 def _tls(flag: str, ca: Path | None) -> ssl.SSLContext | None:
     try:
-        return None if ca is None else ssl.create_default_context(cafile=ca)
-    except OSError as error:  # ssl.SSLError is one, too
-        raise UsageError(f"{flag} {ca}: cannot be used: {error.strerror or error}") from None
+        return trusting(flag, ca)
+    except FileFault as fault:
+        raise UsageError(str(fault)) from None
 
 
 def _lease_access(args: argparse.Namespace) -> LeaseAccess:
@@ -163,29 +161,21 @@ def _lease_access(args: argparse.Namespace) -> LeaseAccess:
 
 def _etcd(args: argparse.Namespace) -> EtcdConfig:
     """Returns how to reach etcd; without endpoints where they are to be learned."""
-    if args.etcd_ca is None and (args.etcd_cert or args.etcd_key):
-        raise UsageError("--etcd-cert and --etcd-key need --etcd-ca, the authorities of etcd")
-    if (args.etcd_cert is None) != (args.etcd_key is None):
-        raise UsageError("--etcd-cert and --etcd-key go together")
     if bool(args.etcd_user) != bool(args.etcd_password_file):
         raise UsageError("--etcd-user and --etcd-password-file go together")
-    password = ""
+    file: Path | None = args.etcd_password_file
     try:
-        for flag in ("etcd_ca", "etcd_cert", "etcd_key", "etcd_password_file"):
-            file: Path | None = getattr(args, flag)
-            text = b"" if file is None else file.read_bytes()
-            if flag == "etcd_password_file":
-                password = text.decode(errors="replace").rstrip("\r\n")
-    except OSError as error:
-        name = flag.replace("_", "-")
-        raise UsageError(f"--{name} {file}: cannot be read: {error.strerror}") from None
+        files = lease_config.etcd_files(args.etcd_cert, args.etcd_key, args.etcd_ca)
+        password = b"" if file is None else read_file("--etcd-password-file", file)
+    except (lease_config.ConfigError, FileFault) as fault:
+        raise UsageError(str(fault)) from None
     return EtcdConfig(
-        endpoints=_endpoints("--etcd", args.etcd.removeprefix("etcd://")),
-        ca_file=args.etcd_ca,
-        cert_file=args.etcd_cert,
-        key_file=args.etcd_key,
+        endpoints=args.etcd,
+        ca_file=files.ca,
+        cert_file=files.cert,
+        key_file=files.key,
         user=args.etcd_user,
-        password=password,
+        password=password.decode(errors="replace").rstrip("\r\n"),
     )
 
 

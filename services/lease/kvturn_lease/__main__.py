@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
+from kvturn.address import address_of
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.spelling import stray_variables
 from kvturn.watched import warn_of_open_secrets
 from kvturn_lease.callers import Callers
-from kvturn_lease.config import ConfigError, LeaseConfig, address_of, is_loopback, parse_config
+from kvturn_lease.config import ConfigError, LeaseConfig, is_loopback, parse_config
 from kvturn_lease.election import Election
 from kvturn_lease.etcd.client import EtcdClient
 from kvturn_lease.etcd_leases import EtcdLeases

@@ -10,19 +10,18 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
-import re
-import ssl
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from kvturn.address import is_address
 from kvturn.keys import parse_keys
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.spelling import unknown_variable, with_flag_meant
-from kvturn.tls import ServerTls, TlsFiles
-from kvturn.watched import FileFault
+from kvturn.tls import ServerTls, TlsFiles, client_tls
+from kvturn.watched import FileFault, read_file
 from kvturn_lease.callers import Role
 from kvturn_lease.etcd.config import EtcdConfig
 from kvturn_lease.routers import RouterLimits
@@ -48,8 +47,8 @@ _MEMORY = "memory"
 _ETCD_SCHEME = "etcd://"
 _PASSWORD_VARIABLE = "KVTURN_LEASE_ETCD_PASSWORD"
 _VARIABLE = "KVTURN_LEASE_"
+_TLS = ("cert", "key", "ca")
 _LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR")
-_HOST_PORT = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 _PASSWORD_PLACE = f"comes by --etcd-password-file or {_PASSWORD_VARIABLE}"
 
 
@@ -420,8 +419,9 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     endpoints = tuple(store.removeprefix(_ETCD_SCHEME).split(","))
     _check("@" not in store, f"{shape}; the user comes by --etcd-user")
     _check(all(map(is_address, endpoints)), shape)
-    files = {name: str(values[f"etcd-{name}"]) for name in ("ca", "cert", "key")}
-    _check_certificates(files)
+    files = etcd_files(
+        *(Path(file) if (file := str(values[f"etcd-{name}"])) else None for name in _TLS)
+    )
     user = str(values["etcd-user"])
     _check(":" not in user, f"--etcd-user must be a name alone; the password {_PASSWORD_PLACE}")
     password = environ.get(_PASSWORD_VARIABLE, "")
@@ -431,8 +431,25 @@ def _etcd_config(values: Mapping[str, int | str], environ: Mapping[str, str]) ->
     _check(user == "" or password != "", f"--etcd-user needs a password, which {_PASSWORD_PLACE}")
     prefix = str(values["etcd-prefix"])
     _check(prefix != "", f"{_both('etcd-prefix')} must not be empty, e.g. kvturn/")
-    paths = {f"{name}_file": Path(file) if file else None for name, file in files.items()}
-    return EtcdConfig(endpoints=endpoints, user=user, password=password, prefix=prefix, **paths)
+    return EtcdConfig(
+        endpoints=endpoints,
+        ca_file=files.ca,
+        cert_file=files.cert,
+        key_file=files.key,
+        user=user,
+        password=password,
+        prefix=prefix,
+    )
+
+
+def etcd_files(cert: Path | None, key: Path | None, ca: Path | None) -> TlsFiles:
+    """Returns the files of TLS to etcd, once they fit together. Raises ConfigError."""
+    files = TlsFiles(cert, key, ca, ("--etcd-cert", "--etcd-key", "--etcd-ca"))
+    try:
+        client_tls(files, "etcd")
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
+    return files
 
 
 def _traces(values: Mapping[str, int | str], environ: Mapping[str, str]) -> Destination | None:
@@ -471,38 +488,6 @@ def _token_files(values: Mapping[str, int | str]) -> dict[Role, Path]:
     return files
 
 
-def _check_certificates(files: Mapping[str, str]) -> None:
-    """Raises ConfigError for files with which TLS could never come about."""
-    for name, file in files.items():
-        if file:
-            text = _read(f"etcd-{name}", file)
-            _check(b"-----BEGIN " in text, f"--etcd-{name} {file}: is no PEM file")
-    _check((files["cert"] == "") == (files["key"] == ""), "--etcd-cert and --etcd-key go together")
-    _check(
-        files["cert"] == "" or files["ca"] != "",
-        "--etcd-cert needs --etcd-ca, the certificates to check etcd's against",
-    )
-    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    try:
-        if files["ca"]:
-            tls.load_verify_locations(files["ca"])
-    except ssl.SSLError:
-        raise ConfigError(f"--etcd-ca {files['ca']}: holds no certificate") from None
-    try:
-        if files["cert"]:
-            tls.load_cert_chain(files["cert"], files["key"], password=_no_passphrase)
-    except (ssl.SSLError, ValueError):
-        raise ConfigError(
-            f"--etcd-cert {files['cert']} and --etcd-key {files['key']} are not a certificate "
-            "and its key, without a passphrase"
-        ) from None
-
-
-def _no_passphrase() -> str:
-    """Keeps OpenSSL from asking on the terminal."""
-    return ""
-
-
 def _secret(file: str) -> bytes:
     if not file:
         return b""
@@ -520,11 +505,6 @@ def _advertised(address: str) -> str:
     return address
 
 
-def is_address(text: str) -> bool:
-    named = _HOST_PORT.fullmatch(text)
-    return named is not None and 0 < int(named["port"]) < 65_536
-
-
 def _is_unspecified(host: str) -> bool:
     try:
         return ipaddress.ip_address(host).is_unspecified
@@ -540,16 +520,11 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def address_of(host: str, port: int) -> str:
-    """Returns HOST:PORT as it is given to clients: IPv6 addresses in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-
 def _read(name: str, file: str) -> bytes:
     try:
-        return Path(file).read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--{name} {file}: cannot be read: {error.strerror}") from None
+        return read_file(f"--{name}", Path(file))
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
 
 
 def _check(holds: bool, problem: str) -> None:

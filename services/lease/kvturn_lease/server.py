@@ -10,10 +10,10 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from kvturn.address import address_of
 from kvturn.tls import ServerTls
 from kvturn.v1 import lease_pb2, lease_pb2_grpc
 from kvturn_lease.callers import CallerInterceptor
-from kvturn_lease.config import address_of
 from kvturn_lease.telemetry import TracingInterceptor
 
 if TYPE_CHECKING:

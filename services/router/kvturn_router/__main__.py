@@ -17,6 +17,7 @@ from importlib.metadata import version
 
 import uvloop
 
+from kvturn.address import address_of
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
@@ -51,7 +52,7 @@ from kvturn_router.leases.router_session import RouterSession
 from kvturn_router.metrics import FAMILIES, LOOP_LAG, RouterMetrics
 from kvturn_router.request.intake import Intake
 from kvturn_router.request.keys import ApiKeys
-from kvturn_router.server import ListenError, RouterServer, address_of
+from kvturn_router.server import ListenError, RouterServer
 from kvturn_router.telemetry.turn_trace import TurnTracer, make_tracing
 from kvturn_router.turn.forward import Forwarder, LeaseReuse, TurnLimits
 from kvturn_router.turn.legs import Legs, RequestIds

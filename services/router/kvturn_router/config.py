@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
+from kvturn.address import addresses
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
 from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
 from kvturn.spelling import unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
-from kvturn.watched import FileFault
+from kvturn.watched import FileFault, read_file
 from kvturn_router.choice.plan import PlanKind, Thresholds
 from kvturn_router.engines.engine import EngineAddress, engine_address
 from kvturn_router.request.conversation import SESSION_HEADERS
 from kvturn_router.telemetry.sampling import Sampler, sampler_of
 
 _VARIABLE: Final = "KVTURN_ROUTER_"
-_HOST_PORT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 _TRACE_URL: Final = re.compile(r"https?://[\x21-\x7e]{1,2000}")
 _SECRET_HEADERS: Final = frozenset({"authorization", "proxy-authorization", "cookie"})
 _HEADER_NAME: Final = re.compile(r"[a-z0-9!#$%&'*+.^_`|~-]+")
@@ -183,19 +183,6 @@ def _engines(text: str) -> tuple[EngineAddress, ...]:
     return tuple(engine_address(url.strip()) for url in text.split(",") if url.strip())
 
 
-def _endpoints(text: str) -> tuple[str, ...]:
-    endpoints = tuple(part.strip() for part in text.split(","))
-    for endpoint in endpoints:
-        named = _HOST_PORT.fullmatch(endpoint)
-        if named is None or not 0 < int(named["port"]) < 65_536:
-            raise ValueError(
-                "must be HOST:PORT, or several with commas between, IPv6 addresses in brackets"
-            )
-    if len(endpoints) > _ENDPOINTS_MAX:
-        raise ValueError(f"must name at most {_ENDPOINTS_MAX} endpoints")
-    return endpoints
-
-
 def _headers(text: str) -> tuple[str, ...]:
     names = tuple(name.strip().lower() for name in text.split(",") if name.strip())
     if not all(_HEADER_NAME.fullmatch(name) for name in names):
@@ -241,16 +228,6 @@ def _file(text: str) -> Path:
     return Path(_text(text))
 
 
-def _key_file(text: str) -> bytes:
-    try:
-        key = Path(text).read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    if not key or not key.isascii() or not key.isprintable():
-        raise ValueError("must hold one API key")
-    return f"Bearer {key}".encode()
-
-
 def _endpoint(text: str) -> str:
     if not text.startswith(("http://", "https://")):
         raise ValueError("must be http://HOST:PORT")
@@ -269,7 +246,6 @@ def _trace_url(text: str) -> str:
 _ratio = _between(0.0, 1.0, float)
 _PORT = _whole(0, 65_535)
 _COUNT_MAX = 10_000_000
-_ENDPOINTS_MAX: Final = 16
 
 _AUTO: Final = "auto"
 _PLANS: Final = (PlanKind.PULL.value, PlanKind.LOCAL.value, PlanKind.RECOMPUTE.value)
@@ -309,7 +285,7 @@ _FLAGS: Final = (
     _Flag("holder-margin", _whole(0, 1_000_000), 8, "N", "requests that a holder may have more"),
     _Flag("tenant-header", _header, None, "NAME", "header that names the tenant"),
     _Flag("session-headers", _headers, SESSION_HEADERS, "NAME,...", "agents' session headers"),
-    _Flag("engine-api-key-file", _key_file, None, "FILE", "API key that engines get"),
+    _Flag("engine-api-key-file", _file, None, "FILE", "API key that engines get"),
     _Flag("api-keys-file", _file, None, "FILE", "API keys of clients, a line each: KEY [TENANT]"),
     _Flag("admin-keys-file", _file, None, "FILE", "keys of operators, a line each: KEY [NAME]"),
     _Flag("tls-cert", _file, None, "FILE", "certificate of both fronts; turns TLS on"),
@@ -351,7 +327,7 @@ _FLAGS: Final = (
 _REPEATED: Final = (
     _Flag(
         "lease",
-        _endpoints,
+        addresses,
         (),
         "HOST:PORT,...",
         "lease service; repeatable for its other processes; without it nothing is reused",
@@ -439,7 +415,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         ),
         tenant_header=values["tenant_header"],
         session_headers=values["session_headers"],
-        engine_authorization=values["engine_api_key_file"],
+        engine_authorization=_engine_authorization(values["engine_api_key_file"]),
         api_keys_file=values["api_keys_file"],
         admin_keys_file=values["admin_keys_file"],
         tls=_tls_files(values, "tls", "client_ca") if _listens_with_tls(values) else None,
@@ -522,6 +498,18 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
         )
     except FileFault as fault:
         raise ConfigError(str(fault)) from None
+
+
+def _engine_authorization(file: Path | None) -> bytes | None:
+    if file is None:
+        return None
+    try:
+        key = read_file("--engine-api-key-file", file).strip()
+    except FileFault as fault:
+        raise ConfigError(str(fault)) from None
+    if not key.isascii() or not key.decode(errors="replace").isprintable() or not key:
+        raise ConfigError(f"--engine-api-key-file {file}: must hold one API key")
+    return b"Bearer " + key
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

@@ -8,6 +8,7 @@ import resource
 import socket
 from typing import TYPE_CHECKING, Final
 
+from kvturn.address import address_of
 from kvturn.metrics import Histogram
 from kvturn.tls import ServerTls
 from kvturn_router.config import RouterConfig
@@ -293,8 +294,3 @@ def cannot_listen(host: str, port: int, error: OSError) -> ListenError:
     in_use = "the port is in use; choose another, 0 for any free one"
     reason = in_use if error.errno == errno.EADDRINUSE else (error.strerror or str(error))
     return ListenError(f"cannot listen on {address_of(host, port)}: {reason}")
-
-
-def address_of(host: str, port: int) -> str:
-    """Returns an address as URLs have it: IPv6 in brackets."""
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -63,11 +63,15 @@ class Answer:
 
 async def ask(question: Question) -> Answer:
     """Asks and reads the whole answer. Raises Unanswered."""
-    return await on_thread(lambda: ask_now(question))
+    return await on_thread(lambda: ask_now(question), question.timeout_s)
 
 
-async def on_thread(work: Callable[[], T]) -> T:
-    """Does the work on a thread of its own, which nobody waits for once this is cancelled."""
+async def on_thread(work: Callable[[], T], timeout_s: float) -> T:
+    """Does the work on a thread of its own, which nobody waits for once this is cancelled.
+
+    Raises Unanswered after `timeout_s` at the latest: looking a name up has no deadline of its
+    own, and to a server whose answer comes drop by drop http.client listens for ever.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -86,7 +90,10 @@ async def on_thread(work: Callable[[], T]) -> T:
             loop.call_soon_threadsafe(settle, outcome)
 
     threading.Thread(target=run, name="doctor-http", daemon=True).start()
-    return await done
+    try:
+        return await asyncio.wait_for(done, timeout_s)
+    except TimeoutError:
+        raise Unanswered(f"no answer within {timeout_s:g} s") from None
 
 
 def ask_now(question: Question) -> Answer:

@@ -4,11 +4,15 @@ import asyncio
 import json
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
 
 from kvturn_cli.doctor.facts import Clock, RouterEngine, RouterFacts, RouterSettings
 from kvturn_cli.doctor.probes.http import Answer, Question, Unanswered, ask
+
+T = TypeVar("T")
 
 SETTINGS = "/kvturn/v1/settings"
 ENGINES = "/kvturn/v1/engines"
@@ -71,9 +75,17 @@ def _json(answer: Answer | str) -> Mapping[str, Any]:
         return {}
     try:
         body = json.loads(answer.body)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return body if isinstance(body, dict) else {}
+
+
+def _read(value: object, kind: type[T]) -> T | None:
+    """Returns what an answer says as `kind`; None where it is no such thing."""
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        return None
 
 
 def _hidden(answer: Answer | str) -> str:
@@ -83,6 +95,8 @@ def _hidden(answer: Answer | str) -> str:
         return "only an operator may see them"
     if answer.status != 200:
         return f"{SETTINGS} answers HTTP {answer.status}"
+    if _settings(answer) is None:
+        return f"what {SETTINGS} answers are no settings of a kvturn router"
     return ""
 
 
@@ -90,18 +104,13 @@ def _settings(answer: Answer | str) -> RouterSettings | None:
     if isinstance(answer, str) or answer.status != 200:
         return None
     told = _json(answer)
-    known = {one.name: told[one.name] for one in fields(RouterSettings) if one.name in told}
-    return RouterSettings(**known)
+    return _read(told, RouterSettings) if "lease" in told else None
 
 
 def _engines(answer: Answer | str) -> Sequence[RouterEngine] | None:
     if isinstance(answer, str) or answer.status != 200:
         return None
-    names = {one.name for one in fields(RouterEngine)}
-    return [
-        RouterEngine(**{name: value for name, value in engine.items() if name in names})
-        for engine in _json(answer).get("engines", ())
-    ]
+    return _read(_json(answer).get("engines"), list[RouterEngine])
 
 
 def _models(answer: Answer | str) -> tuple[Sequence[str], str]:
@@ -111,7 +120,10 @@ def _models(answer: Answer | str) -> tuple[Sequence[str], str]:
         return (), "the router wants an API key of a client: --api-key"
     if answer.status != 200:
         return (), f"/v1/models answers HTTP {answer.status}"
-    return [str(model.get("id", "")) for model in _json(answer).get("data", ())], ""
+    told = _read(_json(answer).get("data"), list[dict[str, object]])
+    if told is None:
+        return (), "what /v1/models answers is no list of models"
+    return [str(model.get("id", "")) for model in told], ""
 
 
 def _clock(url: str, settings: Answer | str, ready: Answer) -> Clock | None:

@@ -112,7 +112,10 @@ async def _turn(
         body=json.dumps(body).encode(),
         timeout_s=timeout_s,
     )
-    return await on_thread(lambda: _streamed(question))
+    try:
+        return await on_thread(lambda: _streamed(question), timeout_s)
+    except Unanswered as problem:
+        return DrivenTurn(str(problem)), ""
 
 
 def _streamed(question: Question) -> tuple[DrivenTurn, str]:
@@ -126,6 +129,8 @@ def _streamed(question: Question) -> tuple[DrivenTurn, str]:
             return _read(exchange, began_s)
     except Unanswered as problem:
         return DrivenTurn(str(problem)), ""
+    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return DrivenTurn("what answers there streams no chat of OpenAI's API"), ""
 
 
 def _read(exchange: Exchange, began_s: float) -> tuple[DrivenTurn, str]:
