@@ -3,7 +3,7 @@
 # that vLLM accepts (5.29.6 to 7.x), and docs/api/grpc-*.md from their comments.
 # $1: python of an environment that holds it; $2, $3: output folders of code and documents.
 set -eu
-python=$1
+python=${1:?which python? as make proto gives it: .envs/protoc/bin/python}
 out=${2:-protos}
 docs=${3:-docs/api}
 PATH="$(dirname "$python"):$PATH" "$python" -m grpc_tools.protoc -I protos \

@@ -1,6 +1,10 @@
 #!/bin/sh
 # Pins every environment anew into requirements/*.txt, hashes included, addresses left out.
 set -eu
+[ $# -eq 0 ] || {
+    echo "lock: takes no arguments, not $*" >&2
+    exit 2
+}
 cd "$(dirname "$0")/.."
 uv=.envs/uv/bin/uv
 

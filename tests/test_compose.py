@@ -389,7 +389,9 @@ def test_what_nobody_reads_in_the_env_file_is_refused() -> None:
     [
         (["build.sh", "kvturn", "routr"], {}, "build.sh: no image routr; choose from kvturn,"),
         (["build.sh"], {"CA_FILE": "no.pem"}, "build.sh: cannot read no.pem; give INDEX_ENV"),
-        (["roll.sh"], {}, "usage: roll.sh SERVICE..., for example"),
+        (["roll.sh"], {}, "roll.sh: no service is named; usage: roll.sh SERVICE..."),
+        (["roll.sh", "--all"], {}, "roll.sh: '--all' is no service; usage: roll.sh SERVICE..."),
+        (["roll.sh", "lease-1", ""], {}, "roll.sh: '' is no service; usage: roll.sh SERVICE..."),
         (["roll.sh", "lease-1"], {"WAIT_S": "5m"}, "roll.sh: WAIT_S must be whole seconds"),
     ],
 )

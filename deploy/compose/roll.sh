@@ -9,15 +9,19 @@ cd "$(dirname "$0")"
 if [ -z "${COMPOSE:-}" ]; then
     if docker compose version > /dev/null 2>&1; then COMPOSE="docker compose"; else COMPOSE=docker-compose; fi
 fi
-[ $# -gt 0 ] || {
-    echo "usage: roll.sh SERVICE..., for example: roll.sh lease-1 lease-2 router-1 router-2" >&2
+usage() {
+    echo "roll.sh: $1; usage: roll.sh SERVICE..., for example: roll.sh lease-1 lease-2 router-1 router-2" >&2
     exit 2
 }
+[ $# -gt 0 ] || usage "no service is named"
 case $1 in -h | --help)
     sed -n '2,/^set/s/^# \{0,1\}//p' roll.sh
     exit
     ;;
 esac
+for service in "$@"; do
+    case $service in '' | -*) usage "'$service' is no service" ;; esac
+done
 WAIT_S=${WAIT_S:-300}
 case $WAIT_S in '' | *[!0-9]*)
     echo "roll.sh: WAIT_S must be whole seconds, e.g. 300, not $WAIT_S" >&2
