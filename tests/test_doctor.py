@@ -16,17 +16,20 @@ import grpc.aio
 import pytest
 from certificates import Authority
 from kvturn_command import Done, kvturn_beside
-from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from router_harness import FakeLease, Rig, announcement, router
 from stub_engine import CHAT, GUARD_S, Reply, Seen, StubEngine
 
 from kvturn.otlp import GRPC, HTTP, PROTOCOLS
 from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_cli.doctor.collector import findings as collector_findings
 from kvturn_cli.doctor.command import main
 from kvturn_cli.doctor.diagnosis import diagnose
 from kvturn_cli.doctor.examination import Scope, examine
+from kvturn_cli.doctor.facts import Facts, RouterFacts
 from kvturn_cli.doctor.finding import Finding, Severity
-from kvturn_cli.doctor.probes.collector import probe_collector
+from kvturn_cli.doctor.probes.certificates import Server, probe_certificates
+from kvturn_cli.doctor.probes.collector import CollectorAccess, probe_collector
 from kvturn_cli.doctor.probes.engines import cache_config, released
 from kvturn_cli.doctor.probes.host import efa_provider
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask, date_clock
@@ -488,6 +491,61 @@ async def test_a_collector_is_asked_in_the_routers_protocol_then_in_the_other(
     assert file.read_text() == ""
 
 
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+async def test_a_collector_is_told_what_opentelemetrys_variables_say(protocol: str) -> None:
+    """Its headers: without them it refuses us, which has a fix of its own."""
+    if protocol == GRPC:
+
+        class Wary(trace_service_pb2_grpc.TraceServiceServicer):
+            async def Export(self, request: Any, context: Any) -> Any:
+                if ("x-key", "open sesame") not in context.invocation_metadata():
+                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "who are you")
+                return trace_service_pb2.ExportTraceServiceResponse()
+
+        server = grpc.aio.server()
+        add_servicer = trace_service_pb2_grpc.add_TraceServiceServicer_to_server
+        add_servicer(Wary(), server)  # type: ignore[no-untyped-call]
+        url = f"http://127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+        await server.start()
+    else:
+        collector = await StubEngine("decode").start()
+        url = collector.url
+
+        async def take(seen: Seen, reply: Reply) -> None:
+            await reply.json({}, 200 if seen.header("x-key") == "open sesame" else 401)
+
+        collector.script("/v1/traces", take)
+    variables = {"OTEL_EXPORTER_OTLP_HEADERS": "x-key=open%20sesame"}
+    known = await probe_collector(url, protocol, "--otlp", 3.0, CollectorAccess(variables))
+    strange = await probe_collector(url, protocol, "--otlp", 3.0, CollectorAccess({}))
+    await (server.stop(None) if protocol == GRPC else collector.stop())
+    assert (known.problem, known.protocol) == ("", protocol)
+    assert strange.refused
+    [finding] = collector_findings(Facts(RouterFacts(""), collector=strange))
+    assert "refuses us" in finding.seen
+    assert "OTEL_EXPORTER_OTLP_HEADERS" in finding.fix
+
+
+async def test_certificates_are_looked_at_before_they_end(tmp_path: Path) -> None:
+    """One that is valid for a day yet, and one that is not valid any more."""
+    authority = Authority(tmp_path)
+    tls = ssl.create_default_context(cafile=authority.ca)
+
+    async def left_s(valid_days: tuple[int, int]) -> float:
+        pair = authority.issue(valid_days=valid_days)
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.load_cert_chain(pair.cert, pair.key)
+        server = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0, ssl=context)
+        port = server.sockets[0].getsockname()[1]
+        [seen] = await probe_certificates([Server("it", "127.0.0.1", port, tls)], GUARD_S)
+        server.close()
+        return seen.left_s
+
+    assert 80_000 < await left_s((-1, 1)) <= 86_400
+    assert await left_s((-2, -1)) == 0.0
+    assert not await probe_certificates([Server("gone", "127.0.0.1", 1, tls)], GUARD_S)
+
+
 async def test_a_collector_that_no_router_names_is_asked_in_what_it_is_meant_for() -> None:
     """gRPC as a rule, HTTP by its path; of one that is gone it is told why."""
     collector = await StubEngine("decode").start()
@@ -496,10 +554,11 @@ async def test_a_collector_that_no_router_names_is_asked_in_what_it_is_meant_for
         await reply.json({})
 
     collector.script("/v1/traces", take)
-    by_path = await probe_collector(f"{collector.url}/v1/traces", "", "--otlp", 3.0)
-    wrong = await probe_collector(collector.url, "", "--otlp", 3.0)
+    access = CollectorAccess({})
+    by_path = await probe_collector(f"{collector.url}/v1/traces", "", "--otlp", 3.0, access)
+    wrong = await probe_collector(collector.url, "", "--otlp", 3.0, access)
     await collector.stop()
-    gone = await probe_collector(collector.url, "", "--otlp", 3.0)
+    gone = await probe_collector(collector.url, "", "--otlp", 3.0, access)
     assert (by_path.problem, by_path.protocol, by_path.wanted) == ("", HTTP, HTTP)
     assert (wrong.problem, wrong.protocol, wrong.wanted) == ("", HTTP, GRPC)
     assert "UNAVAILABLE" in gone.problem

@@ -11,6 +11,7 @@ from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_cli.doctor.diagnosis import diagnose
 from kvturn_cli.doctor.facts import (
     CacheConfig,
+    Certificate,
     Clock,
     CollectorFacts,
     DrivenTurn,
@@ -716,6 +717,16 @@ def test_memory_that_is_too_small_is_told() -> None:
 def test_a_collector_that_takes_nothing_is_told(collector: CollectorFacts, words: str) -> None:
     """Turns go on without traces, so it is a warning."""
     assert words in only(healthy(collector=collector), "traces.collector", WARNING).seen
+
+
+def test_certificates_that_end_soon_are_told() -> None:
+    """In a week there is time to renew one; past its end nobody connects."""
+    lasting = Certificate("https://r:443", 30 * 86_400.0)
+    assert not amiss(healthy(certificates=[lasting]))
+    soon = healthy(certificates=[lasting, Certificate("lease service l:7600", 2 * 86_400.0)])
+    assert only(soon, "tls.certificate", WARNING).seen.startswith("lease service l:7600: ")
+    over = healthy(certificates=[Certificate("https://e:8200", 0.0)])
+    assert "has expired" in only(over, "tls.certificate", PROBLEM).seen
 
 
 # --- Traffic and turns ----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from kvturn.tls import ClientTls, TlsFiles, client_tls, connection_problem
 from kvturn.watched import FileFault, Watched, read_file
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Sequence
     from pathlib import Path
 
@@ -45,6 +46,11 @@ class LeaseAccess:
         """What each call carries."""
         # Not call credentials, which gRPC sends over TLS only.
         return () if self._token is None else (("authorization", self._token.value),)
+
+    @property
+    def context(self) -> ssl.SSLContext | None:
+        """What judges the server of a connection that is not gRPC's; None without TLS."""
+        return None if self._tls is None else self._tls.context()
 
     def channel(self, endpoint: str, options: Sequence[tuple[str, int]]) -> grpc.aio.Channel:
         """Returns a new channel to HOST:PORT, with certificates as they are now."""

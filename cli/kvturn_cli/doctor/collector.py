@@ -15,6 +15,14 @@ def findings(facts: Facts) -> Iterator[Finding]:
     collector = facts.collector
     if collector is None:
         yield ok("traces.collector", "no collector is known: --otlp-endpoint of kvturn router")
+    elif collector.refused:
+        yield warning(
+            "traces.collector",
+            f"{collector.endpoint} (known by {collector.asked_of}) refuses us: {collector.problem}",
+            _WHY,
+            "set OTEL_EXPORTER_OTLP_HEADERS (NAME=VALUE,...) to what it wants, for doctor as for"
+            " routers, lease services and engines",
+        )
     elif collector.problem:
         yield warning(
             "traces.collector",

@@ -4,6 +4,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import signal
 import ssl
 import sys
@@ -21,6 +22,7 @@ from kvturn_cli.console import ConsoleProgress, make_console
 from kvturn_cli.doctor.diagnosis import diagnose
 from kvturn_cli.doctor.examination import Scope, examine
 from kvturn_cli.doctor.finding import Severity
+from kvturn_cli.doctor.probes.collector import CollectorAccess
 from kvturn_cli.doctor.probes.router import RouterAccess
 from kvturn_cli.doctor.report import document, lines
 from kvturn_lease import config as lease_config
@@ -134,6 +136,7 @@ def scope_of(args: argparse.Namespace) -> Scope:
         etcd=etcd_access if etcd_access.endpoints else None,
         etcd_access=etcd_access,
         otlp=args.otlp or "",
+        collector_access=_collector_access(),
         engine_tls=_tls("--engine-ca", args.engine_ca),
         from_here=args.from_here,
         turns=not args.no_turns,
@@ -146,6 +149,13 @@ def scope_of(args: argparse.Namespace) -> Scope:
 def _tls(flag: str, ca: Path | None) -> ssl.SSLContext | None:
     try:
         return trusting(flag, ca)
+    except FileFault as fault:
+        raise UsageError(str(fault)) from None
+
+
+def _collector_access() -> CollectorAccess:
+    try:
+        return CollectorAccess(os.environ)
     except FileFault as fault:
         raise UsageError(str(fault)) from None
 

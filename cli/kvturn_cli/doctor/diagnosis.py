@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from kvturn_cli.doctor import (
     alike,
+    certificates,
     clocks,
     collector,
     etcd,
@@ -31,6 +32,7 @@ CHECKS = (
     etcd.findings,
     clocks.findings,
     memory.findings,
+    certificates.findings,
     collector.findings,
     traffic.findings,
     turns.findings,

@@ -5,6 +5,7 @@ import ssl
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 from kvturn.lease_access import LeaseAccess
 from kvturn_cli.doctor.facts import (
@@ -16,7 +17,8 @@ from kvturn_cli.doctor.facts import (
     RouterFacts,
     place_of,
 )
-from kvturn_cli.doctor.probes.collector import probe_collector
+from kvturn_cli.doctor.probes.certificates import Server, probe_certificates
+from kvturn_cli.doctor.probes.collector import CollectorAccess, probe_collector
 from kvturn_cli.doctor.probes.engines import ENGINES_MAX, probe_engine, probe_side_channels
 from kvturn_cli.doctor.probes.etcd import probe_etcd
 from kvturn_cli.doctor.probes.host import efa_provider, this_host
@@ -43,6 +45,7 @@ class Scope:
     etcd_access: EtcdConfig | None = None
     """Certificates and user for etcd; its endpoints are not looked at."""
     otlp: str = ""
+    collector_access: CollectorAccess = field(default_factory=lambda: CollectorAccess({}))
     engine_tls: ssl.SSLContext | None = None
     from_here: bool = False
     turns: bool = True
@@ -82,7 +85,7 @@ async def _lease(scope: Scope, router: RouterFacts) -> LeaseFacts:
 
 async def _surroundings(scope: Scope, facts: Facts) -> Facts:
     urls = list({place_of(one.url): one.url for one in facts.engines if one.url}.values())
-    probes, channels, etcd, collector, host = await asyncio.gather(
+    probes, channels, etcd, collector, host, certificates = await asyncio.gather(
         asyncio.gather(
             *(probe_engine(url, scope.engine_tls, scope.timeout_s) for url in urls[:ENGINES_MAX])
         ),
@@ -92,10 +95,36 @@ async def _surroundings(scope: Scope, facts: Facts) -> Facts:
         _etcd(scope, facts),
         _collector(scope, facts),
         _host(scope, facts),
+        probe_certificates(_tls_servers(scope, facts, urls[:ENGINES_MAX]), scope.timeout_s),
     )
     return replace(
-        facts, probes=probes, side_channels=channels, etcd=etcd, collector=collector, host=host
+        facts,
+        probes=probes,
+        side_channels=channels,
+        etcd=etcd,
+        collector=collector,
+        host=host,
+        certificates=certificates,
     )
+
+
+def _tls_servers(scope: Scope, facts: Facts, engines: Sequence[str]) -> list[Server]:
+    """Returns who is reached over TLS: the router, engines, processes of the lease service."""
+    servers = []
+    for url, tls in (
+        (scope.router.url, scope.router.tls),
+        *((e, scope.engine_tls) for e in engines),
+    ):
+        parts = urlsplit(url)
+        if parts.scheme == "https":
+            servers.append(Server(url, parts.hostname or "", parts.port or 443, tls))
+    context = scope.lease_access.context
+    if context is not None:
+        for process in facts.lease.processes:
+            host, _, port = process.endpoint.rpartition(":")
+            name = f"lease service {process.endpoint}"
+            servers.append(Server(name, host.strip("[]"), int(port), context))
+    return servers
 
 
 async def _etcd(scope: Scope, facts: Facts) -> EtcdFacts | None:
@@ -123,7 +152,8 @@ async def _collector(scope: Scope, facts: Facts) -> CollectorFacts | None:
         asked_of = "--otlp-endpoint of the router"
     if not endpoint:
         return None
-    return await probe_collector(endpoint, protocol, asked_of, scope.timeout_s)
+    access = scope.collector_access
+    return await probe_collector(endpoint, protocol, asked_of, scope.timeout_s, access)
 
 
 async def _host(scope: Scope, facts: Facts) -> HostFacts:

@@ -176,11 +176,23 @@ class CollectorFacts:
     asked_of: str
     """How it is known, e.g. "--otlp"."""
     problem: str = ""
+    refused: bool = False
+    """Whether the problem is who we are."""
     protocol: str = ""
     """"grpc" or "http/protobuf", as it answered."""
     wanted: str = GRPC
     """In what the router exports; of another collector what its address is meant for."""
     answer_ms: float = 0.0
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What a server shows to whoever connects over TLS."""
+
+    name: str
+    """Whose it is."""
+    left_s: float
+    """How long it is still valid, in seconds; 0 if it is not any more."""
 
 
 @dataclass(frozen=True)
@@ -232,6 +244,8 @@ class Facts:
     side_channels: Sequence[SideChannel] = ()
     etcd: EtcdFacts | None = None
     collector: CollectorFacts | None = None
+    certificates: Sequence[Certificate] = ()
+    """Those of router, lease services and engines that are reached over TLS."""
     host: HostFacts = field(default_factory=HostFacts)
     turns: Sequence[DrivenTurn] | None = None
     """The two turns; None if none were driven."""

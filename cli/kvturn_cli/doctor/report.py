@@ -21,6 +21,7 @@ TITLES = {
     "etcd": "etcd",
     "clocks": "Clocks",
     "memory": "KV memory",
+    "tls": "Certificates",
     "traces": "Traces",
     "traffic": "Clients' turns",
     "turns": "Two turns of our own",

@@ -1,14 +1,18 @@
 """Sends a collector an empty export, in the router's protocol and, if that fails, in the other."""
 
 import time
+from collections.abc import Mapping
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
+from opentelemetry.util.re import parse_env_headers
 
 from kvturn.otlp import GRPC, HTTP
+from kvturn.tls import ClientTls, TlsFiles
 from kvturn_cli.doctor.facts import CollectorFacts
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask
 
@@ -16,8 +20,32 @@ HTTP_PATH = "/v1/traces"
 HTTP_PORT = 4318
 
 
+_REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "HTTP 401", "HTTP 403")
+_TLS_SETTINGS = tuple(
+    f"OTEL_EXPORTER_OTLP_{name}" for name in ("CLIENT_CERTIFICATE", "CLIENT_KEY", "CERTIFICATE")
+)
+
+
+class CollectorAccess:
+    """Headers and TLS, by OpenTelemetry's own variables, as all that export read them."""
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """Raises FileFault for files with which TLS could never come about."""
+
+        def said(name: str) -> str:
+            traces = name.replace("OTLP_", "OTLP_TRACES_")
+            return environ.get(traces) or environ.get(name, "")
+
+        cert, key, ca = (Path(file) if (file := said(name)) else None for name in _TLS_SETTINGS)
+        cert_name, key_name, ca_name = _TLS_SETTINGS
+        self.tls = ClientTls(TlsFiles(cert, key, ca, (cert_name, key_name, ca_name)))
+        headers = parse_env_headers(said("OTEL_EXPORTER_OTLP_HEADERS"), liberal=True)
+        self.headers = dict(headers)
+        """By lower-case name."""
+
+
 async def probe_collector(
-    endpoint: str, protocol: str, asked_of: str, timeout_s: float
+    endpoint: str, protocol: str, asked_of: str, timeout_s: float, access: CollectorAccess
 ) -> CollectorFacts:
     """Tries `protocol` first; where it is "" what the endpoint is meant for."""
     parts = urlsplit(endpoint)
@@ -26,29 +54,29 @@ async def probe_collector(
     first = ""
     for tried in (GRPC, HTTP) if wanted == GRPC else (HTTP, GRPC):
         began_s = time.perf_counter()
-        why = await (_over_grpc if tried == GRPC else _over_http)(endpoint, timeout_s)
+        why = await (_over_grpc if tried == GRPC else _over_http)(endpoint, timeout_s, access)
         if not why:
             answer_ms = (time.perf_counter() - began_s) * 1_000
             return CollectorFacts(
                 endpoint, asked_of, protocol=tried, wanted=wanted, answer_ms=answer_ms
             )
         first = first or why
-    return CollectorFacts(endpoint, asked_of, problem=first, wanted=wanted)
+    refused = first.startswith(_REFUSALS)
+    return CollectorFacts(endpoint, asked_of, problem=first, refused=refused, wanted=wanted)
 
 
-async def _over_grpc(endpoint: str, timeout_s: float) -> str:
+async def _over_grpc(endpoint: str, timeout_s: float, access: CollectorAccess) -> str:
     """Returns why it does not take an export; "" if it does."""
     parts = urlsplit(endpoint)
     options = (("grpc.enable_http_proxy", 0), ("grpc.use_local_subchannel_pool", 1))
     if parts.scheme == "https":
-        channel = grpc.aio.secure_channel(
-            parts.netloc, grpc.ssl_channel_credentials(), options=options
-        )
+        channel = grpc.aio.secure_channel(parts.netloc, access.tls.credentials(), options=options)
     else:
         channel = grpc.aio.insecure_channel(parts.netloc, options=options)
     try:
         stub = TraceServiceStub(channel)  # type: ignore[no-untyped-call]
-        await stub.Export(ExportTraceServiceRequest(), timeout=timeout_s)
+        headers = tuple(access.headers.items())
+        await stub.Export(ExportTraceServiceRequest(), timeout=timeout_s, metadata=headers)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             return f"no answer within {timeout_s:g} s"
@@ -58,14 +86,15 @@ async def _over_grpc(endpoint: str, timeout_s: float) -> str:
     return ""
 
 
-async def _over_http(endpoint: str, timeout_s: float) -> str:
+async def _over_http(endpoint: str, timeout_s: float, access: CollectorAccess) -> str:
     url = endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + HTTP_PATH
     question = Question(
         url,
-        {"Content-Type": "application/x-protobuf"},
+        {**access.headers, "Content-Type": "application/x-protobuf"},
         "POST",
         ExportTraceServiceRequest().SerializeToString(),
         timeout_s,
+        tls=access.tls.context() if endpoint.startswith("https://") else None,
     )
     try:
         answer = await ask(question)

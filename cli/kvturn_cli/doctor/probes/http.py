@@ -180,6 +180,8 @@ def date_clock(name: str, date: str, asked_s: float, answered_s: float) -> Clock
 
 def _why(error: Exception, scheme: str, timeout_s: float) -> str:
     if isinstance(error, ssl.SSLCertVerificationError):
+        if "expired" in error.verify_message:
+            return "its certificate has expired; renew it"
         return f"its certificate is not trusted ({error.verify_message}); give its authority's"
     if isinstance(error, ssl.SSLError):
         return "it speaks no TLS; give http://"
