@@ -306,7 +306,7 @@ async def test_a_slow_lease_service_has_all_of_the_timeout() -> None:
     [
         (["turns"], "the following arguments are required: CONVERSATION"),
         (["turns", ""], "CONVERSATION: must have 1 to 256 bytes, not 0"),
-        (["turns", "c", "--lease=nowhere"], "--lease: 'nowhere' is not HOST:PORT"),
+        (["turns", "c", "--lease=nowhere"], "--lease: 'nowhere' must be HOST:PORT, or several"),
         (["conversations", "--limit=0"], "--limit: '0' is not a whole number from 1 to 1000"),
         (["conversations", "--watch=soon"], "--watch: 'soon' is not a number of seconds above 0"),
         (["leases", "--state=gone"], "invalid choice: 'gone'"),

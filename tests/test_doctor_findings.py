@@ -206,7 +206,8 @@ def test_of_a_deployment_in_order_nothing_is_amiss() -> None:
     """Each kind of check says something, and all of it is ok."""
     found = list(diagnose(healthy()))
     assert not amiss(healthy())
-    assert {one.group for one in found} == set(TITLES) - {"etcd"}
+    # Neither etcd nor TLS is in use there.
+    assert {one.group for one in found} == set(TITLES) - {"etcd", "tls"}
     assert not any(one.why or one.fix for one in found)
 
 
