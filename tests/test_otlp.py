@@ -5,6 +5,7 @@ import contextlib
 import gzip
 import json
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -215,6 +216,21 @@ def test_a_question_that_is_no_post_and_a_body_without_length_are_refused(
     answer = connection.getresponse()
     assert answer.status == 411
     assert b"content-length" in answer.read()
+
+
+def test_who_writes_on_after_a_refusal_reads_it(listener: tuple[HTTPConnection, Path]) -> None:
+    """The client sends for longer than the answer takes; its connection does not break."""
+    connection, _ = listener
+    with socket.create_connection((connection.host, connection.port), 10) as client:
+        client.sendall(
+            b"POST /v1/traces HTTP/1.1\r\nhost: h\r\ncontent-type: application/x-protobuf\r\n"
+            b"transfer-encoding: chunked\r\n\r\n"
+        )
+        assert client.recv(12) == b"HTTP/1.1 411"  # It has refused, and the rest comes only now.
+        for _ in range(100):
+            client.sendall(b"1000\r\n" + b"x" * 0x1000 + b"\r\n")
+        told = b"".join(iter(lambda: client.recv(4096), b""))
+        assert b"content-length" in told
 
 
 def test_more_connections_than_there_may_be_are_closed(

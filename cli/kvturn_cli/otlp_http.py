@@ -4,9 +4,12 @@ Exporters drop what is refused, so a refusal says what to send instead: as the s
 who sent protobuf, as JSON to everybody else.
 """
 
+import contextlib
 import json
+import socket
 import sys
 import threading
+import time
 import zlib
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,6 +29,9 @@ CONNECTIONS_MAX: Final = 16
 PATH: Final = "/v1/traces"
 SILENCE_S: Final = 10
 """How long a connection may say nothing."""
+DISCARD_S: Final = 2
+"""How long what follows a refused request is read and dropped, so that the client sees why."""
+_READ_BYTES: Final = 64 << 10
 _PROTOBUF: Final = "application/x-protobuf"
 _JSON: Final = "application/json"
 _GZIP_WBITS: Final = 31
@@ -166,6 +172,17 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(refused.status, _PROTOBUF, body)
         else:
             self._answer(refused.status, _JSON, json.dumps({"message": str(refused)}).encode())
+        self._discard()
+
+    def _discard(self) -> None:
+        # A client that still writes would see its connection break, and not the answer.
+        end_s = time.monotonic() + DISCARD_S
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            while (left_s := end_s - time.monotonic()) > 0:
+                self.connection.settimeout(left_s)
+                if not self.connection.recv(_READ_BYTES):
+                    break
 
     def _answer(self, status: HTTPStatus, kind: str, body: bytes) -> None:
         self.send_response(status)
