@@ -33,7 +33,7 @@ from kvturn_cli.engine import (
 )
 from kvturn_cli.ports import is_free, pick_free
 from kvturn_cli.process import ProcessId
-from kvturn_cli.stack import ConfigError, Stack, StackConfig, StackError
+from kvturn_cli.stack import MODEL_LEN_MAX, ConfigError, Stack, StackConfig, StackError, model_len
 
 GUARD_S = 120
 FAKE_ENGINE = """\
@@ -76,6 +76,20 @@ def model(tmp_path: Path) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text('{"max_position_embeddings": 512}')
     return folder
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [("[]", "is no JSON object"), ("{", "cannot be read"), ('{"text_config": []}', "")],
+)
+def test_a_model_whose_config_is_none_is_refused(model: Path, config: str, said: str) -> None:
+    """Before anything starts; one that does not tell its context is given the usual one."""
+    (model / "config.json").write_text(config)
+    if not said:
+        assert model_len(model) == MODEL_LEN_MAX
+        return
+    with pytest.raises(ConfigError, match=said):
+        model_len(model)
 
 
 def config_of(tmp_path: Path, fake_python: Path, model: Path, **env: str) -> StackConfig:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -268,6 +269,15 @@ def test_a_full_trace_file_moves_aside(tmp_path: Path) -> None:
     assert path.stat().st_size <= 100
     lines = (older.read_text() + path.read_text()).splitlines()
     assert [json.loads(line)["n"] for line in lines] == list(range(30 - len(lines), 30))
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder"])
+def test_traces_go_to_a_regular_file_alone(kind: str, tmp_path: Path) -> None:
+    """A pipe that nobody reads would be waited for, and moved aside when it is full."""
+    path = tmp_path / "traces"
+    os.mkfifo(path) if kind == "pipe" else path.mkdir()
+    with pytest.raises(OSError, match="is no regular file"):
+        TraceFile(path)
 
 
 @pytest.mark.parametrize("fault", ["port", "http-port", "file"])

@@ -455,8 +455,10 @@ def model_len(model: Path) -> int:
         body = json.loads((model / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model {model}: config.json cannot be read: {error}") from error
-    for part in (body, body.get("text_config", {})):
-        length = part.get("max_position_embeddings")
+    if not isinstance(body, dict):
+        raise ConfigError(f"--model {model}: config.json is no JSON object")
+    for part in (body, body.get("text_config")):
+        length = part.get("max_position_embeddings") if isinstance(part, dict) else None
         if isinstance(length, int):
             return length
     return MODEL_LEN_MAX

@@ -3,6 +3,7 @@
 Ids are in hex and enums are numbers, as OTLP/JSON demands and protobuf's own JSON does not.
 """
 
+import errno
 import json
 import threading
 from pathlib import Path
@@ -54,6 +55,9 @@ class TraceFile:
         """Opens `path` to append to. Raises OSError."""
         self._path = path
         self._bytes_max = bytes_max
+        if path.exists() and not path.is_file():
+            # A pipe would be waited for, and what is full is moved aside.
+            raise OSError(errno.EINVAL, "is no regular file")
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = path.open("ab")
         self._lock = threading.Lock()
