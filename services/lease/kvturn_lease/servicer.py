@@ -60,6 +60,12 @@ _TRACEPARENT_CHARACTERS_MAX = 64
 _OK = "ok"
 """How calls are counted that were not refused."""
 
+_STREAMS = frozenset({"EngineSession", "RouterSession"})
+"""They look whether this process leads once they have read a first message.
+
+A client whose first message is cut off by a refusal learns of no status, and so of no leader.
+"""
+
 _VERSION = version("kvturn-lease")
 
 logger = logging.getLogger("kvturn.lease")
@@ -78,7 +84,8 @@ def _aborts(
     async def answer(self: LeaseServicer, request: _Request, context: Any) -> _Response:
         calls = self.tally.calls
         try:
-            self.check_leading()
+            if name not in _STREAMS:
+                self.check_leading()
             response = await method(self, request, context)
         except LeaseServiceError as error:
             calls[name, error.reason] += 1
@@ -235,14 +242,18 @@ class LeaseServicer(lease_pb2_grpc.LeaseServiceServicer):
 
     async def _first_message(self, context: Any, late: LeaseServiceError) -> Any:
         """Returns the first message of a session, None if there is none."""
-        if self._closing:
-            raise ShuttingDown
         try:
             async with asyncio.timeout(self._config.lessor.session_ttl_ns / _SECOND_NS):
                 request = await context.read()
         except TimeoutError:
+            self.check_leading()
             raise late from None
-        return None if request is EOF else request
+        if request is EOF:
+            return None
+        self.check_leading()
+        if self._closing:
+            raise ShuttingDown
+        return request
 
     async def _register(
         self, session_id: SessionId, register: lease_pb2.RegisterEngine

@@ -15,6 +15,7 @@ not answered within the question deadline goes on without reuse.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -301,7 +302,8 @@ class RouterSession:
         call = open_stream(metadata=self.channels.metadata)  # type: ignore[call-arg]
         try:
             async with asyncio.timeout(_OPEN_TIMEOUT_S):
-                await call.write(self.turns.open())
+                with contextlib.suppress(asyncio.InvalidStateError):  # Refused: it is read why.
+                    await call.write(self.turns.open())
                 first = await call.read()
             if not isinstance(first, lease_pb2.RouterSessionResponse):
                 raise ConnectionError("the session ended at once")
