@@ -101,8 +101,10 @@ class LeaseConnection:
         return ",".join(self.named)
 
     async def __aenter__(self) -> Self:
-        # Nobody asks a second time here: a slow connection may take all of the time.
-        self._channels = LeaseChannels(self.named, _boottime_ns, self._access, self.timeout_s)
+        # Nobody asks a second time here: a slow connection may take all of the time, and more, so
+        # that it is the question's own end that tells.
+        connect_s = 2 * self.timeout_s
+        self._channels = LeaseChannels(self.named, _boottime_ns, self._access, connect_s)
         self._probes = asyncio.create_task(self._channels.run())
         if len(self.named) > 1:
             # Whom to ask first: a frozen process would cost the whole timeout.
