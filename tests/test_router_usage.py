@@ -90,6 +90,44 @@ def test_a_whole_answer_keeps_its_form():
     assert passed_on(answer, None) == (answer, (48, 2, 48, "m"))
 
 
+@pytest.mark.parametrize("line_end", [b"\n", b"\r\n"])
+def test_one_event_is_looked_at_among_many_of_one_read(line_end: bytes) -> None:
+    """The others stay as they are, on both of its sides."""
+    before, after = PLAIN[0] * 20, DONE
+    sent, wanted = (
+        (before + event(usage(cached)) + after).replace(b"\n", line_end) for cached in (48, 32)
+    )
+    stream = StreamUsage(32)
+    assert stream.feed(sent) == wanted
+    assert stream.tokens == (48, 2, 32, "m")
+    unchanged = StreamUsage(48)
+    assert unchanged.feed(sent) == sent
+    assert unchanged.tokens == (48, 2, 48, "m")
+
+
+def test_numbers_of_the_same_name_elsewhere_stay() -> None:
+    """Before, after and within the usage there are others: only the prompt's is changed."""
+    others = {"cached_tokens": 48}
+    answer = {"others": others} | usage(48) | {"more": [others]}
+    answer["usage"] = {"completion_tokens_details": others} | usage(48)["usage"]  # type: ignore[dict-item, operator]
+    text = json.dumps(answer).encode()
+    passed, said = passed_on(text, 7)
+    details = b'"prompt_tokens_details": {"cached_tokens": %d'
+    assert passed == text.replace(details % 48, details % 7) != text
+    assert said == (48, 2, 7, "m")
+    # The same where the only other one is a text.
+    text = json.dumps(usage(48) | {"text": "cached_tokens", "choices": ["cached_tokens"]}).encode()
+    assert passed_on(text, 7)[0] == text.replace(b'"cached_tokens": 48', b'"cached_tokens": 7')
+
+
+@pytest.mark.parametrize("number", ["-1", "1000000000", "4.5", '"9"', "true"])
+def test_a_number_that_no_tokens_can_have_is_none(number: str) -> None:
+    """The answer goes on as it is; nothing is told of it."""
+    counts = b'{"prompt_tokens": 4, "completion_tokens": 2, "prompt_tokens_details": %b}'
+    answer = b'{"usage": %b}' % (counts % b'{"cached_tokens": %b}' % number.encode())
+    assert passed_on(answer, 0) == (answer, None)
+
+
 def test_a_model_is_told_where_the_usage_is() -> None:
     """Of an answer at its top, of an event of the Responses API in its response."""
     counts = {"input_tokens": 48, "output_tokens": 2, "input_tokens_details": {"cached_tokens": 48}}

@@ -26,6 +26,12 @@ def last_end(text: bytes, before: int) -> int:
     return max([place + size for place, size in places if place >= 0], default=0)
 
 
+def first_end(text: bytes, start: int) -> int:
+    """Returns where the first event ends that is whole after a place, or where the text does."""
+    found = _end.search(text, start)
+    return len(text) if found is None else found.end()
+
+
 _END_BYTES_MAX = 4
 """Longest blank line that ends an event, with the end of the line before it."""
 
@@ -97,6 +103,8 @@ def _is_last(event: bytes) -> bool:
 
 def payload_span(event: bytes) -> tuple[int, int] | None:
     """Returns where an event's data lies; None if it has none, or more than one line of it."""
+    if event.startswith(b"data: ") and event.find(b"\n") == len(event) - 2:
+        return 6, len(event) - 2  # As nearly all are; to search them takes ten times as long.
     found = list(_line.finditer(event))
     return found[0].span(1) if len(found) == 1 else None
 

@@ -7,43 +7,95 @@ of the prompt, so neither computed the smaller of their counts: that is what the
 member says, where decode sent it. Every other byte stays. Nothing here does I/O.
 """
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
+import re
+from typing import Annotated, Any, Final, NamedTuple
 
 import msgspec
 
-from kvturn_router.request.spans import UNREADABLE, Span, find_member, find_members, replace
-from kvturn_router.turn.sse import event_ends, last_end, payload_span
+from kvturn_router.request.spans import UNREADABLE, Span, find_member, replace
+from kvturn_router.turn.sse import event_ends, first_end, last_end, payload_span
+
+_TOKENS_MAX: Final = 999_999_999
+"""The most tokens that are read as a number of them."""
+
+_MODEL_MAX: Final = 512
+"""Longest name of a model that is read as one."""
+
+_UNFINISHED_MAX: Final = 1 << 20
+"""Longest unfinished event that is remembered while its end is awaited, in bytes."""
+
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=_TOKENS_MAX)] | None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: _Tokens = None
+
+
+class _CompletionCounts(msgspec.Struct):
+    """The tokens of the prompt and of what was generated, as completions write them."""
+
+    prompt: _Tokens = msgspec.field(name="prompt_tokens", default=None)
+    generated: _Tokens = msgspec.field(name="completion_tokens", default=None)
+    details: _Details | None = msgspec.field(name="prompt_tokens_details", default=None)
+
+
+class _ResponseCounts(msgspec.Struct):
+    """The same, as the Responses API writes them."""
+
+    prompt: _Tokens = msgspec.field(name="input_tokens", default=None)
+    generated: _Tokens = msgspec.field(name="output_tokens", default=None)
+    details: _Details | None = msgspec.field(name="input_tokens_details", default=None)
+
+
+class _Completion(msgspec.Struct):
+    """A completion, or an event of one."""
+
+    usage: _CompletionCounts | None = None
+    model: Any = None
+
+
+class _Response(msgspec.Struct):
+    """A response."""
+
+    usage: _ResponseCounts | None = None
+    model: Any = None
+
+
+class _ResponseEvent(msgspec.Struct):
+    """An event of a response that is streamed."""
+
+    response: _Response | None = None
 
 
 class UsageShape(NamedTuple):
-    """Where the answers of an API say what they cost, as names of members.
+    """Where the answers of an API say what they cost.
 
-    `whole` leads to the usage of an answer, `event` to that of an event;
-    `counts` are the tokens of the prompt and of what was generated, `details`
-    holds `cached_tokens`; `mark` is its name as it is written.
+    `whole` and `event` read an answer and an event; what holds the usage there
+    is under the member `inner` of an event, "" for the event itself. `details`
+    is the member of the usage that holds `cached_tokens`, `mark` its name as it
+    is written.
     """
 
-    whole: tuple[str, ...]
-    event: tuple[str, ...]
-    counts: tuple[str, str]
+    whole: msgspec.json.Decoder[Any]
+    event: msgspec.json.Decoder[Any]
+    inner: str
     details: str
     mark: bytes
 
 
 COMPLETION_USAGE: Final = UsageShape(
-    ("usage",),
-    ("usage",),
-    ("prompt_tokens", "completion_tokens"),
+    msgspec.json.Decoder(_Completion),
+    msgspec.json.Decoder(_Completion),
+    "",
     "prompt_tokens_details",
     b'"prompt_tokens_details"',
 )
 """Of chat completions and completions."""
 
 RESPONSE_USAGE: Final = UsageShape(
-    ("usage",),
-    ("response", "usage"),
-    ("input_tokens", "output_tokens"),
+    msgspec.json.Decoder(_Response),
+    msgspec.json.Decoder(_ResponseEvent),
+    "response",
     "input_tokens_details",
     b'"input_tokens_details"',
 )
@@ -62,16 +114,7 @@ class Usage(NamedTuple):
     model: str = ""
 
 
-_DIGITS_MAX = 9
-"""Longest number of tokens that is read as one."""
-
-_MODEL_BYTES_MAX = 512
-"""Longest name of a model that is read as one, as it is written."""
-
-_UNFINISHED_MAX = 1 << 20
-"""Longest unfinished event that is remembered while its end is awaited, in bytes."""
-
-_text_decoder = msgspec.json.Decoder(str)
+_cached_tokens = re.compile(rb'"cached_tokens"[ \t\r\n]*:[ \t\r\n]*([0-9]+)')
 
 
 def passed_on(
@@ -81,54 +124,67 @@ def passed_on(
 
     None changes nothing. What it does not say is not added.
     """
-    return _at_most(answer, (0, len(answer)), shape.whole, cached_tokens, shape)
+    try:
+        said = shape.whole.decode(answer)
+    except UNREADABLE:
+        return answer, None
+    return _at_most(answer, (0, len(answer)), said, cached_tokens, shape)
+
+
+def _event_passed_on(
+    event: bytes, cached_tokens: int | None, shape: UsageShape
+) -> tuple[bytes, Usage | None]:
+    """Does what `passed_on` does to one event."""
+    span = payload_span(event)
+    if span is None:
+        return event, None
+    try:
+        said = shape.event.decode(memoryview(event)[span[0] : span[1]])
+    except UNREADABLE:
+        return event, None
+    if shape.inner:
+        said = said.response
+        inner = None if said is None else find_member(event, span, shape.inner)
+        if inner is None:
+            return event, None
+        span = inner
+    return _at_most(event, span, said, cached_tokens, shape)
 
 
 def _at_most(
-    text: bytes, span: Span, path: tuple[str, ...], cached_tokens: int | None, shape: UsageShape
+    text: bytes,
+    span: Span,
+    answer: _Completion | _Response,
+    cached_tokens: int | None,
+    shape: UsageShape,
 ) -> tuple[bytes, Usage | None]:
-    """Does what `passed_on` says to the object at `span`, whose usage `path` leads to."""
-    *holders, name = path
-    holder = _member(text, span, holders)
-    if holder is None:
+    """Does what `passed_on` does to the object at `span`, which says `answer`."""
+    counts = answer.usage
+    if counts is None:
         return text, None
-    usage, model = find_members(text, holder, (name, "model"))
-    if usage is None:
+    number = None if counts.details is None else counts.details.cached_tokens
+    if number is not None and cached_tokens is not None and number > cached_tokens:
+        place = _place(text, span, shape.details)
+        if place is not None:
+            text = replace(text, [(place, b"%d" % cached_tokens)])
+            number = cached_tokens
+    if counts.prompt is None or counts.generated is None:
         return text, None
-    *counts, details = find_members(text, usage, (*shape.counts, shape.details))
-    prompt, completion = (_number(text, count) for count in counts)
-    cached = None if details is None else find_member(text, details, "cached_tokens")
-    number = _number(text, cached)
-    said = None
-    if prompt is not None and completion is not None:
-        said = Usage(prompt, completion, number, _text(text, model))
-    if cached is None or number is None or cached_tokens is None or number <= cached_tokens:
-        return text, said
-    text = replace(text, [(cached, b"%d" % cached_tokens)])
-    return text, said and said._replace(cached_tokens=cached_tokens)
+    model = answer.model
+    named = isinstance(model, str) and len(model) <= _MODEL_MAX
+    return text, Usage(counts.prompt, counts.generated, number, model if named else "")
 
 
-def _member(text: bytes, span: Span, names: Sequence[str]) -> Span | None:
-    found: Span | None = span
-    for name in names:
-        if found is None:
-            return None
-        found = find_member(text, found, name)
-    return found
-
-
-def _number(text: bytes, span: Span | None) -> int | None:
-    digits = b"" if span is None else text[span[0] : span[1]]
-    return int(digits) if len(digits) <= _DIGITS_MAX and digits.isdigit() else None
-
-
-def _text(text: bytes, span: Span | None) -> str:
-    if span is None or span[1] - span[0] > _MODEL_BYTES_MAX:
-        return ""
-    try:
-        return _text_decoder.decode(text[span[0] : span[1]])
-    except UNREADABLE:
-        return ""
+def _place(text: bytes, span: Span, details: str) -> Span | None:
+    """Returns where the answer at `span`, which says its cached_tokens, has them."""
+    found = _cached_tokens.search(text, *span)
+    # Within a text its quotes would be escaped: what is written once is what was read.
+    if found is not None and text.find(b'"cached_tokens"', found.end(), span[1]) < 0:
+        return found.span(1)
+    place: Span | None = span
+    for name in ("usage", details, "cached_tokens"):
+        place = None if place is None else find_member(text, place, name)
+    return place
 
 
 class StreamUsage:
@@ -153,9 +209,23 @@ class StreamUsage:
     def feed(self, data: bytes) -> bytes:
         """Returns what may go out now."""
         # Backwards, because Python's search is several times faster that way.
-        marked = data.rfind(self._mark) >= 0
-        if not (marked or self._sent or self._held) and data.endswith(b"\n\n"):
-            return data
+        mark = data.rfind(self._mark)
+        if not (self._sent or self._held) and data.endswith(b"\n\n"):
+            if mark < 0:
+                return data
+            if data.rfind(self._mark, 0, mark) < 0:
+                return self._with_one(data, mark)
+        return self._with_any(data)
+
+    def _with_one(self, data: bytes, mark: int) -> bytes:
+        """Does what `feed` does to whole events, of which the one at `mark` is to be looked at."""
+        start, end = last_end(data, mark), first_end(data, mark)
+        event = data[start:end]
+        rewritten = self._rewritten(event)
+        return data if rewritten is event else b"".join((data[:start], rewritten, data[end:]))
+
+    def _with_any(self, data: bytes) -> bytes:
+        """Does what `feed` does to whatever comes."""
         text = self._sent + self._held + data
         gone = len(self._sent)
         # A read may bring hundreds of events before the one that is looked for.
@@ -184,9 +254,8 @@ class StreamUsage:
         return held
 
     def _rewritten(self, event: bytes) -> bytes:
-        span = payload_span(event) if self._mark in event else None
-        if span is None:
+        if self._mark not in event:
             return event
-        rewritten, said = _at_most(event, span, self._shape.event, self._cached_tokens, self._shape)
+        event, said = _event_passed_on(event, self._cached_tokens, self._shape)
         self.tokens = said or self.tokens
-        return rewritten
+        return event
