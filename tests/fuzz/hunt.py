@@ -42,7 +42,7 @@ class Hunt(NamedTuple):
 
 
 def hunt(first_seed: int, cpu_s: float) -> Hunt:
-    """Tries examples of every sort for so much CPU time."""
+    """Tries examples of every sort for so much CPU time, and prints how far it is."""
     warnings.simplefilter("ignore")
     tried, rounds, fds = 0, 0, 0
     faults: dict[str, str] = {}
@@ -57,6 +57,9 @@ def hunt(first_seed: int, cpu_s: float) -> Hunt:
             rounds += 1
             if rounds == len(targets):
                 fds = _fds()
+            if rounds % len(targets) == 0:
+                minutes = time.process_time() / 60
+                print(f"{minutes:.1f} CPU minutes, {tried} tried, {len(faults)} faults", flush=True)
         more = _fds() - fds
     if fds and more > _FDS_MORE_MAX:
         faults["fds"] = f"{more} file descriptors are left"
