@@ -34,6 +34,15 @@ from kvturn_cli.up import stack_config, up_parser
         (["chat", "--max-tokens", "0"], "--max-tokens"),
         (["demo", "--model", "/nowhere"], "--model /nowhere: no model there"),
         (["otlp"], "--file"),
+        (["up", "--router-port=--"], "--router-port=--: -- is no value; give another"),
+        (["router", "--prefill=--"], "--prefill=--: -- is no value; give another"),
+        (["lease", "--port=--"], "--port=--: -- is no value; give another"),
+        (["router", "--lease=a:1", "--lease-ca=a\nb\x1b[31m"], "--lease-ca a\\nb\\x1b[31m: cannot"),
+        (["lease", "--secret-file=a\nb", "--store=etcd://a:1"], "--secret-file a\\nb: cannot be"),
+        (["up", "--model=a\nb"], "a\\nb: no model there"),
+        (["chat", "--url=a\nb"], "is no http://HOST:PORT"),
+        (["router", f"--port={'9' * 5_000}"], "999 ... 999"),
+        (["up", f"--lease-port={'9' * 5_000}"], "999 ... 999"),
     ],
 )
 def test_a_wrong_argument_is_refused_by_name_in_one_line(arguments: list[str], words: str) -> None:

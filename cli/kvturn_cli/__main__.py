@@ -2,9 +2,11 @@
 
 import importlib
 import os
+import signal
 import sys
 
-from kvturn.spelling import meant, not_utf8
+from kvturn.spelling import meant, unusable
+from kvturn.streams import run_command
 
 COMMANDS = {
     "up": ("kvturn_cli.up", "main", "run the whole system on this machine"),
@@ -26,8 +28,19 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the sub-command that the first argument names. Returns the exit code."""
+    """Runs the sub-command that the first argument names. Returns the exit code.
+
+    Without `argv` the process is the command's, with the arguments of its own.
+    """
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # Where a command does not say otherwise Ctrl-C ends it as SIGTERM does. As an exception it
+        # may come while modules are imported or an event loop is taken down, with a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     args = sys.argv[1:] if argv is None else argv
+    return run_command("kvturn", lambda: _run(args))
+
+
+def _run(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(usage())
         return 0 if args else 2
@@ -36,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
 
         print(f"kvturn {version('kvturn')}")
         return 0
-    if problem := not_utf8(args, os.environ):
+    if problem := unusable(args, os.environ):
         print(f"kvturn: {problem}", file=sys.stderr)
         return 2
     if args[0] not in COMMANDS:
@@ -44,12 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"kvturn: no command {args[0]!r}; {known}", file=sys.stderr)
         return 2
     module, function, _ = COMMANDS[args[0]]
-    try:
-        return int(getattr(importlib.import_module(module), function)(args[1:]) or 0)
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:
-        return 141
+    return int(getattr(importlib.import_module(module), function)(args[1:]) or 0)
 
 
 def usage() -> str:

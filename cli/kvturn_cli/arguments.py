@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
 from kvturn.address import addresses
-from kvturn.spelling import stray_variables, unknown_variable, with_flag_meant
+from kvturn.spelling import one_line, stray_variables, unknown_variable, with_flag_meant
 
 NAME_BYTES_MAX = 256
 
@@ -87,8 +87,8 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Prints one line to stderr and exits with code 2."""
-        message = with_flag_meant(message, self._option_string_actions)
-        print(f"{self.prog}: {message.removeprefix('argument ')} (see --help)", file=sys.stderr)
+        message = with_flag_meant(message, self._option_string_actions).removeprefix("argument ")
+        print(f"{self.prog}: {one_line(message)} (see --help)", file=sys.stderr)
         sys.exit(2)
 
 

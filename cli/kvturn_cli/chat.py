@@ -1,6 +1,7 @@
 """`kvturn chat`: a chat in the terminal that shows what each turn reused."""
 
 import contextlib
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from kvturn_cli import run_state
 from kvturn_cli.arguments import Parser, base_url, positive
 from kvturn_cli.checkout import default_run_dir
 from kvturn_cli.console import make_console
+from kvturn_cli.interrupts import Interrupted, ctrl_c_as_exception, interruptible
 from kvturn_cli.turn import Message, RouterClient, TurnResult
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -61,7 +63,19 @@ def main(argv: list[str]) -> int:
             return fail(f"--model {model}: {url} serves {', '.join(models) or 'no model'}")
         chat = Chat(client, model, args.system, args.max_tokens, make_console())
         with client.kept_alive(model, chat.kept_conversation):
-            return chat.run()
+            return run(chat)
+
+
+def run(chat: "Chat") -> int:
+    """Runs a chat; returns the exit code. Whatever ends it, its conversation ends, too."""
+    try:
+        with interruptible(signal.SIGTERM, signal.SIGHUP), ctrl_c_as_exception():
+            try:
+                return chat.run()
+            finally:
+                chat.end()
+    except (Interrupted, KeyboardInterrupt):
+        return 130
 
 
 def fail(message: str, code: int = 1) -> int:
@@ -131,7 +145,7 @@ class Chat:
             if text == "/quit":
                 break
             if text in ("/new", "/end"):
-                self._end()
+                self.end()
                 if text == "/new":
                     self._begin()
                 self._tell("a new conversation" if text == "/new" else "conversation ended")
@@ -139,7 +153,6 @@ class Chat:
                 self._tell(HELP)
             elif text:
                 failed = not self._turn(text)
-        self._end()
         return 1 if failed else 0
 
     def _lines(self) -> Iterator[str]:
@@ -189,7 +202,7 @@ class Chat:
         self._history = [*messages, {"role": "assistant", "content": "".join(pieces)}]
         return True
 
-    def _end(self) -> None:
+    def end(self) -> None:
         """Ends the conversation, if it has begun, so that its KV is freed at once."""
         if self._open:
             self._open = False

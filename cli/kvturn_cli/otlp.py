@@ -14,6 +14,8 @@ import grpc
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
+from kvturn.hangup import on_hangup
+from kvturn.streams import announce
 from kvturn_cli.arguments import Parser, port
 from kvturn_cli.otlp_http import MESSAGE_BYTES_MAX, TraceListener
 from kvturn_cli.ports import is_free
@@ -39,6 +41,12 @@ class TraceServicer(trace_service_pb2_grpc.TraceServiceServicer):
 
 async def serve(host: str, port_number: int, http_port: int, path: Path) -> int:
     """Receives until SIGTERM or SIGINT. Returns the exit code."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        # Not the loop's own handlers: those end with the loop, and a second signal would kill us.
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop.set))
+    on_hangup(lambda: loop.call_soon_threadsafe(stop.set))
     try:
         file = TraceFile(path)
     except OSError as error:
@@ -62,16 +70,11 @@ async def serve(host: str, port_number: int, http_port: int, path: Path) -> int:
         over_http = TraceListener(file, host, http_port)
     except OSError:
         return cannot_listen(host, http_port, "--http-port")
-    stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
     await server.start()
     over_http.start()
-    print(
+    announce(
         f"kvturn otlp: receiving on {host}:{bound} (gRPC) and {host}:{over_http.port} (HTTP),"
-        f" writing {path}",
-        flush=True,
+        f" writing {path}"
     )
     await stop.wait()
     await server.stop(grace=1)

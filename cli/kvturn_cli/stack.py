@@ -25,6 +25,7 @@ from typing import Self
 
 import grpc
 
+from kvturn.spelling import one_line
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_cli import etcd
 from kvturn_cli.console import Progress, Silent
@@ -52,6 +53,9 @@ _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 class ConfigError(Exception):
     """The stack cannot be started as asked; names the flag and the fix. Nothing was started."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class StackError(Exception):

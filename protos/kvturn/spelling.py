@@ -6,11 +6,13 @@ import difflib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 _OURS = "KVTURN_"
 _UNKNOWN_FLAGS = "unrecognized arguments: "  # argparse's words
 _LIKENESS_MIN = 0.5
+_LINE_MAX = 1000
+"""Characters of a message; a path, the longest that is quoted in good faith, rarely has so many."""
 
 COMMANDS = ("chat", "demo", "down", "lease", "operator", "otlp", "router", "up")
 """Whose settings are also variables: those of `kvturn up` begin with KVTURN_UP_. Commands for
@@ -52,11 +54,15 @@ def unknown_variable(prefix: str, flags: Mapping[str, str], environ: Mapping[str
     return ""
 
 
-def not_utf8(arguments: Iterable[str], environ: Mapping[str, str]) -> str:
-    """Returns what to say of an argument or a variable of ours that is no UTF-8; "" for none.
+def unusable(arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Returns what to say of an argument, or a variable of ours, that nothing takes; "" for none.
 
-    Nothing that we would send or print such text to takes it.
+    That is text that is no UTF-8, which nobody can be sent or shown, and `--flag=--`, for which
+    argparse gives no text at all.
     """
+    for text in arguments:
+        if text.startswith("--") and text.endswith("=--"):
+            return f"{one_line(text)}: -- is no value; give another"
     given = [(repr(text), text) for text in arguments]
     given += [(name, text) for name, text in environ.items() if name.startswith(_OURS)]
     for name, text in given:
@@ -65,6 +71,21 @@ def not_utf8(arguments: Iterable[str], environ: Mapping[str, str]) -> str:
         except UnicodeEncodeError:
             return f"{name} is not UTF-8; give names and files in UTF-8"
     return ""
+
+
+def one_line(message: str) -> str:
+    """Returns a message that may quote anything as one line of bounded length.
+
+    What is not printable is shown as an escape, and of what is long the middle is left out.
+    """
+    if not message.isprintable():
+        message = "".join(
+            each if each.isprintable() else each.encode("unicode_escape").decode()
+            for each in message
+        )
+    if len(message) <= _LINE_MAX:
+        return message
+    return f"{message[: _LINE_MAX // 2]} ... {message[-_LINE_MAX // 2 :]}"
 
 
 def stray_variables(environ: Mapping[str, str]) -> str:

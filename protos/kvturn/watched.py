@@ -13,6 +13,8 @@ import stat
 import time
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvturn.spelling import one_line
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
     from pathlib import Path
@@ -29,6 +31,9 @@ _Signature = tuple[tuple[int, int, int] | None, ...]
 
 class FileFault(Exception):
     """A file that cannot be used. The message names the setting, the file and what is wrong."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 class Watched(Generic[T]):

@@ -2,10 +2,8 @@
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
-import signal
 import ssl
 import sys
 from pathlib import Path
@@ -25,6 +23,7 @@ from kvturn_cli.doctor.finding import Severity
 from kvturn_cli.doctor.probes.collector import CollectorAccess
 from kvturn_cli.doctor.probes.router import RouterAccess
 from kvturn_cli.doctor.report import document, lines
+from kvturn_cli.interrupts import cancelled_by_signals
 from kvturn_lease import config as lease_config
 from kvturn_lease.etcd.config import EtcdConfig
 
@@ -193,15 +192,12 @@ def _etcd(args: argparse.Namespace) -> EtcdConfig:
 
 
 async def run(scope: Scope, *, as_json: bool) -> int:
-    """Examines, prints, and returns the exit code. SIGTERM ends it as Ctrl-C does."""
-    task = asyncio.current_task()
-    assert task is not None
-    with contextlib.suppress(ValueError, RuntimeError):  # not on the main thread
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    """Examines, prints, and returns the exit code."""
     console = make_console()
     progress = ConsoleProgress(console)
     try:
-        facts = await examine(scope, (lambda _: None) if as_json else progress.waiting)
+        with cancelled_by_signals():
+            facts = await examine(scope, (lambda _: None) if as_json else progress.waiting)
     except asyncio.CancelledError:
         print("kvturn doctor: interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import signal
+
+if __name__ == "__main__":
+    # As an exception Ctrl-C would end in a traceback while all of the following is imported.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import asyncio
 import ctypes
 import gc
 import logging
 import os
 import secrets
-import signal
 import sys
 import time
 from typing import TYPE_CHECKING
@@ -18,7 +23,8 @@ import uvloop
 from kvturn.address import address_of
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
-from kvturn.spelling import stray_variables
+from kvturn.spelling import stray_variables, unusable
+from kvturn.streams import announce, run_command
 from kvturn.watched import warn_of_open_secrets
 from kvturn_lease.callers import Callers
 from kvturn_lease.config import ConfigError, LeaseConfig, is_loopback, parse_config
@@ -61,8 +67,16 @@ def boottime_ns() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; a fault is one line on stderr."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if problem := unusable(arguments, os.environ):
+        print(f"kvturn lease: {problem}", file=sys.stderr)
+        return EXIT_USAGE
+    return run_command("kvturn lease", lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> int:
     try:
-        config = parse_config(sys.argv[1:] if argv is None else argv, os.environ)
+        config = parse_config(arguments, os.environ)
     except ConfigError as error:
         print(f"kvturn lease: {error}", file=sys.stderr)
         return EXIT_USAGE
@@ -110,7 +124,7 @@ async def _serve(config: LeaseConfig) -> None:
     listener = _metrics_listener(config, servicer, tracing)
     metrics = "" if listener is None else f", metrics {await _start(listener, config)}"
     port = await server.start()
-    print(f"lease service listening on {address_of(config.host, port)}{metrics}", flush=True)
+    announce(f"lease service listening on {address_of(config.host, port)}{metrics}")
     if config.etcd is None:
         await stop.wait()
     else:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 from kvturn.address import is_address
 from kvturn.keys import parse_keys
 from kvturn.otlp import Destination, WrongSetting, destination_of
-from kvturn.spelling import unknown_variable, with_flag_meant
+from kvturn.spelling import one_line, unknown_variable, with_flag_meant
 from kvturn.tls import ServerTls, TlsFiles, client_tls
 from kvturn.watched import FileFault, read_file
 from kvturn_lease.callers import Role
@@ -53,7 +53,10 @@ _PASSWORD_PLACE = f"comes by --etcd-password-file or {_PASSWORD_VARIABLE}"
 
 
 class ConfigError(Exception):
-    """A setting that is refused; the message names it and the fix."""
+    """A setting that is refused; the message names it and the fix, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 def stretched_ns(span_ns: int) -> int:

@@ -1,5 +1,11 @@
 """Starts one router: `kvturn router` or `python -m kvturn_router`."""
 
+import signal
+
+if __name__ == "__main__":
+    # As an exception Ctrl-C would end in a traceback while all of the following is imported.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import asyncio
 import ctypes
 import gc
@@ -7,7 +13,6 @@ import logging
 import os
 import secrets
 import shutil
-import signal
 import socket
 import sys
 import tempfile
@@ -24,7 +29,8 @@ from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
 from kvturn.metrics import Page
 from kvturn.recognition import Recognition, minted_id
-from kvturn.spelling import stray_variables
+from kvturn.spelling import stray_variables, unusable
+from kvturn.streams import announce, run_command
 from kvturn.tls import ClientTls, ServerTls
 from kvturn.tracing import Tracing
 from kvturn.watched import warn_of_open_secrets
@@ -82,7 +88,11 @@ def boottime_ns() -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs until SIGTERM or SIGINT. Returns the exit code; a fault is one line on stderr."""
-    return run(sys.argv[1:] if argv is None else argv)
+    arguments = sys.argv[1:] if argv is None else argv
+    if problem := unusable(arguments, os.environ):
+        print(f"kvturn router: {problem}", file=sys.stderr)
+        return EXIT_USAGE
+    return run_command("kvturn router", lambda: run(arguments))
 
 
 def run(argv: Sequence[str], place: WorkerPlace | None = None) -> int:
@@ -192,9 +202,7 @@ async def _serve(config: RouterConfig, tracing: Tracing, place: WorkerPlace | No
     if server.grpc_port is not None:
         grpc = f", grpc {address_of(config.host, server.grpc_port)}"
     scheme = "http" if config.tls is None else "https"
-    print(
-        f"router listening on {scheme}://{address_of(config.host, server.port)}{grpc}", flush=True
-    )
+    announce(f"router listening on {scheme}://{address_of(config.host, server.port)}{grpc}")
     beating = None if place is None else asyncio.create_task(beat())
     await stop.wait()
     logging.getLogger("kvturn.router").info(

@@ -17,7 +17,7 @@ from kvturn.address import addresses
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
 from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
-from kvturn.spelling import unknown_variable, with_flag_meant
+from kvturn.spelling import one_line, unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault, read_file
 from kvturn_router.choice.plan import PlanKind, Thresholds
@@ -36,6 +36,9 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error")
 
 class ConfigError(Exception):
     """A setting is wrong; the message names it and the fix, in one line."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(one_line(message))
 
 
 @dataclass(frozen=True, slots=True)

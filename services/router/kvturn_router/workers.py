@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 from typing import Final
 
+from kvturn.streams import announce
 from kvturn_router.server import cannot_listen
 from kvturn_router.worker_pulse import STILL_S, until_still
 
@@ -146,6 +147,9 @@ class Workers:
                 *self._arguments,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
+                # A terminal's Ctrl-C goes to the parent alone: a worker that is only starting does
+                # not know yet what to do with it.
+                process_group=0,
             )
             self._running[number] = process
             await self._until_it_listens(number, process)
@@ -190,7 +194,7 @@ class Workers:
         self._listening.add(number)
         if not self._begun and len(self._listening) == self._count:
             self._begun = True
-            print(line.decode().rstrip(), flush=True)
+            announce(line.decode().rstrip())
 
     async def _end_if_still(self, number: int, process: asyncio.subprocess.Process) -> None:
         """Kills a worker that no longer answers; at the end the grace bounds how long it may."""
