@@ -234,6 +234,10 @@ async def test_leases_are_revoked_one_by_one_by_conversation_and_by_engine(guest
     assert (done.code, done.out) == (0, f"revoked {leases['scope']}\n")
     done = await kvturn("revoke", lease, "--engine=decode-0", "--yes")
     assert (done.code, done.out) == (0, "nothing is retained there; nothing to revoke\n")
+    for named in ("--engine=decode-9", "--conversation=trip-9"):
+        done = await kvturn("revoke", lease, named, "--yes")
+        assert (done.code, done.out) == (1, "")
+        assert f"the lease service knows no {named[2:].split('=')[0]} " in done.err
     assert (await kvturn("leases", lease)).out == "no engine retains anything now\n"
 
 

@@ -1,11 +1,13 @@
 """TLS on both sides of the router: who is let in, who is believed, and new files while it runs."""
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -27,7 +29,7 @@ from router_harness import Answer, Client, Rig, router, turn_body
 from stub_engine import GUARD_S, StubEngine
 
 from kvturn.span_wire import SERVER
-from kvturn.tls import ClientTls, ServerTls, TlsFiles
+from kvturn.tls import ClientTls, ServerTls, TlsFiles, certificates_left_s
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.__main__ import compose
 from kvturn_router.config import ConfigError, parse_config
@@ -219,6 +221,41 @@ async def test_new_certificates_are_used_for_new_connections(
         async with dial(rig, strangers.ca, old) as stub:
             with pytest.raises(grpc.aio.AioRpcError):
                 await stub.Complete(complete(), timeout=GUARD_S)
+
+
+def warned(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Returns what was warned of certificates."""
+    return [each.message for each in caplog.records if each.name == "kvturn.tls"]
+
+
+async def test_a_certificate_that_ends_is_warned_of_at_start_and_when_it_is_new(
+    ours: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once each time, for both fronts; one that lasts is not spoken of."""
+    pair = ours.issue(valid_days=(-1, 3))
+    async with router(*flags_of(pair), ready=False) as rig:
+        await until_decode_is_up(rig)
+        (first,) = warned(caplog)
+        assert first.startswith(f"--tls-cert {pair.cert}: its certificate ends in 3.0 days, and")
+        ours.issue(valid_days=(-2, -1), into=pair)
+        async with asyncio.timeout(GUARD_S):
+            while len(warned(caplog)) == 1:
+                with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                    await ask(rig, context(ours.ca))
+                await asyncio.sleep(0.05)
+        _, second = warned(caplog)
+        assert "its certificate has expired" in second
+        ours.issue(valid_days=(-1, 30), into=pair)
+        await until_believed(rig, context(ours.ca))
+    assert len(warned(caplog)) == 2
+
+
+def test_all_certificates_of_a_chain_count_and_what_is_none_does_not(ours: Authority) -> None:
+    """Ends after 2049 are written in another way."""
+    chain = ours.issue(valid_days=(-9, 20_000)).cert.read_bytes() + ours.ca.read_bytes()
+    broken = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
+    left_s = certificates_left_s(b"text before\n" + broken + chain, time.time())
+    assert [round(each / 86_400) for each in left_s] == [20_000, 1]
 
 
 async def test_a_router_ends_with_the_certificates_that_it_serves_with(ours: Authority) -> None:

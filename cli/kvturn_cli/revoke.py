@@ -69,12 +69,23 @@ async def _revoke(prog: str, args: argparse.Namespace, connection: LeaseConnecti
             ending = lease_pb2.Lease.STATE_ENDING
             ids = [lease.lease_id for lease in found if lease.state != ending]
             if not ids:
+                if args.engine is not None:
+                    await _refuse_unknown(args.engine, connection)
                 print("nothing is retained there; nothing to revoke")
                 return 0
         if args.engine is not None and not args.yes and not await _agreed(args.engine, len(ids)):
             print("nothing revoked")
             return 1
         return await _revoke_all(prog, ids, connection)
+
+
+async def _refuse_unknown(engine_id: str, connection: LeaseConnection) -> None:
+    """Raises NoAnswer unless the lease service knows the engine."""
+    listed = await connection.ask(lambda stub: stub.ListEngines, lease_pb2.ListEnginesRequest())
+    if all(each.description.engine_id != engine_id for each in listed.engines):
+        raise NoAnswer(
+            f"the lease service knows no engine {printable(engine_id)}; kvturn engines lists them"
+        )
 
 
 async def _agreed(engine_id: str, number: int) -> bool:

@@ -7,16 +7,32 @@ the server's name.
 
 from __future__ import annotations
 
+import binascii
+import logging
+import re
 import ssl
+import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import grpc
 
 from kvturn.watched import FileFault, Watched, read_file
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
+
+logger = logging.getLogger("kvturn.tls")
+
+T = TypeVar("T")
+
+_DAY_S: Final = 86_400.0
+_SOON_S: Final = 7 * _DAY_S
+_UTC_TIME, _GENERALIZED_TIME = 0x17, 0x18  # tags of ASN.1
+_VERSION: Final = 0xA0
+_certificate = re.compile(rb"-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +74,20 @@ class ServerTls:
         self.files = files
         self._context = Watched(files.paths, lambda: _server_context(files))
         self._pem = Watched(files.paths, lambda: _read(files))
+        self._ends = _Ends(files)
 
     def context(self) -> ssl.SSLContext:
         """Returns what an asyncio listener takes; each handshake uses the files of its time."""
         listener = _server_context(self.files)
+        used = [self._context.value]
+        self._ends.look()
 
         def choose(connection: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-            connection.context = self._context.value
+            latest = self._context.value
+            connection.context = latest
+            if latest is not used[0]:
+                used[0] = latest
+                self._ends.look()
 
         # Called in every handshake, also without a name, and before certificates are chosen.
         listener.sni_callback = choose
@@ -74,12 +97,14 @@ class ServerTls:
         """Returns what a gRPC listener takes; each handshake uses the files of its time."""
         pem = self._pem.value
         used = [pem]
+        self._ends.look()
 
         def fetch() -> grpc.ServerCertificateConfiguration | None:
             latest = self._pem.value
             if latest is used[0]:
                 return None
             used[0] = latest
+            self._ends.look()
             return _configuration(latest)
 
         return grpc.dynamic_ssl_server_credentials(
@@ -87,6 +112,81 @@ class ServerTls:
             fetch,  # type: ignore[arg-type]  # None is for no change
             require_client_authentication=pem.ca is not None,
         )
+
+
+class _Ends:
+    """Warns of a certificate of ours that has expired or soon will, once each time it is new."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._seen = b""
+
+    def look(self) -> None:
+        """Looks at the file, when it was read."""
+        cert = self._files.cert
+        if cert is None:
+            return
+        try:
+            pem = read_file(self._files.settings[0], cert)
+        except FileFault:  # it went a moment ago
+            return
+        if pem == self._seen:
+            return
+        self._seen = pem
+        left_s = min(certificates_left_s(pem, time.time()), default=_SOON_S)
+        if said := ending(left_s):
+            logger.warning(
+                "%s %s: its certificate %s, and past its end nobody who checks it connects;"
+                " replace the file, it is read again",
+                self._files.settings[0],
+                cert,
+                said,
+            )
+
+
+def ending(left_s: float) -> str:
+    """Returns what is to be warned of a certificate that is valid for so long, "" if nothing is."""
+    if left_s <= 0:
+        return "has expired"
+    return f"ends in {left_s / _DAY_S:.1f} days" if left_s < _SOON_S else ""
+
+
+def certificates_left_s(pem: bytes, now_s: float) -> Iterator[float]:
+    """Yields how long each certificate in a PEM text is still valid, below 0 once it is not.
+
+    `now_s` is Unix time. What cannot be read as a certificate is left out.
+    """
+    for found in _certificate.finditer(pem):
+        try:
+            yield _not_after(binascii.a2b_base64(found[1])).timestamp() - now_s
+        except (ValueError, IndexError):  # OpenSSL has the say, and took it or will refuse it
+            continue
+
+
+def _not_after(der: bytes) -> datetime:
+    """Returns the end of validity, the fifth field of a certificate's signed part (RFC 5280)."""
+    _, at, _ = _element(der, 0)  # the certificate
+    _, at, _ = _element(der, at)  # its signed part
+    tag, _, end = _element(der, at)
+    if tag == _VERSION:
+        at = end
+    for _ in ("serial number", "algorithm", "issuer"):
+        _, _, at = _element(der, at)
+    _, at, _ = _element(der, at)  # validity: from, until
+    _, _, at = _element(der, at)
+    tag, at, end = _element(der, at)
+    form = {_UTC_TIME: "%y%m%d%H%M%SZ", _GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}[tag]
+    return datetime.strptime(der[at:end].decode("ascii"), form).replace(tzinfo=UTC)
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Returns tag, begin and end of the content of the ASN.1 element that begins at `at`."""
+    tag, size, begin = der[at], der[at + 1], at + 2
+    if size & 0x80:
+        more = size & 0x7F
+        size = int.from_bytes(der[begin : begin + more], "big")
+        begin += more
+    return tag, begin, begin + size
 
 
 class ClientTls:
@@ -99,18 +199,26 @@ class ClientTls:
         self._contexts: Watched[ssl.SSLContext] | None = None
         if files.paths:
             self._contexts = Watched(files.paths, lambda: _client_context(files))
+        self._ends = _Ends(files)
+        self._used: object = None
 
     def context(self) -> ssl.SSLContext:
         """Returns what the next asyncio connection takes."""
         if self._contexts is None:
             # Not before it is needed: to read the system's authorities takes a while.
             self._contexts = Watched((), lambda: _client_context(self._files))
-        return self._contexts.value
+        return self._looked_at(self._contexts.value)
 
     def credentials(self) -> grpc.ChannelCredentials:
         """Returns what the next gRPC channel takes; a channel keeps to what it was made with."""
-        pem = self._pem.value
+        pem = self._looked_at(self._pem.value)
         return grpc.ssl_channel_credentials(pem.ca, pem.key, pem.cert)
+
+    def _looked_at(self, value: T) -> T:
+        if value is not self._used:
+            self._used = value
+            self._ends.look()
+        return value
 
 
 def trusting(setting: str, ca: Path | None) -> ssl.SSLContext | None:

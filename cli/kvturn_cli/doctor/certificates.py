@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
+from kvturn.tls import ending
 from kvturn_cli.doctor.facts import Facts
 from kvturn_cli.doctor.finding import Finding, counted, ok, problem, warning
 
 DAY_S = 86_400.0
-SOON_S = 7 * DAY_S
 _WHY = "Past its end nobody who checks it connects: turns fail, or are recomputed."
 _FIX = "replace the files of --tls-cert and --tls-key, or vLLM's; kvturn reads its own anew"
 
@@ -15,13 +15,12 @@ def findings(facts: Facts) -> Iterator[Finding]:
     """Judges each, and tells the first end of those that are in order."""
     lasting = []
     for one in facts.certificates:
-        if one.left_s <= 0:
-            yield problem("tls.certificate", f"{one.name}: its certificate has expired", _WHY, _FIX)
-        elif one.left_s < SOON_S:
-            seen = f"{one.name}: its certificate ends in {one.left_s / DAY_S:.1f} days"
-            yield warning("tls.certificate", seen, _WHY, _FIX)
-        else:
+        said = ending(one.left_s)
+        if not said:
             lasting.append(one.left_s)
+            continue
+        judged = warning if one.left_s > 0 else problem
+        yield judged("tls.certificate", f"{one.name}: its certificate {said}", _WHY, _FIX)
     if lasting:
         seen = f"{counted(len(lasting), 'certificate')}, the first ends in"
         yield ok("tls.certificate", f"{seen} {min(lasting) / DAY_S:.0f} days")

@@ -310,31 +310,43 @@ def parse_config(argv: Sequence[str], environ: Mapping[str, str]) -> LeaseConfig
     """
     defaults = LeaseConfig()
     parser = _Parser("kvturn lease", environ)
-    parser.text("host", defaults.host, "address to listen on")
+    parser.text("host", "ADDRESS", defaults.host, "address to listen on")
     parser.count("port", defaults.port, "port to listen on, 0 for a free one", 0, 65_535)
     _add_lessor_settings(parser)
     parser.count("queued-messages", defaults.queued_messages_max, "messages queued for one engine")
     parser.count("questions", defaults.questions_max, "calls in progress")
-    parser.text("store", _MEMORY, "memory, or etcd://HOST:PORT,HOST:PORT of one cluster")
-    parser.text("etcd-ca", "", "file of the certificates to check etcd's against; turns TLS on")
-    parser.text("etcd-cert", "", "file of our certificate for etcd")
-    parser.text("etcd-key", "", "file of its key")
-    parser.text("etcd-user", "", "user to log in to etcd as")
-    parser.text("etcd-password-file", "", f"file of the password, instead of {_PASSWORD_VARIABLE}")
-    parser.text("etcd-prefix", "kvturn/", "what our keys in etcd begin with")
-    parser.text("secret-file", "", "file of the cluster secret, the same for all lease services")
+    parser.text("store", "STORE", _MEMORY, "memory, or etcd://HOST:PORT,HOST:PORT of one cluster")
+    parser.text(
+        "etcd-ca", "FILE", "", "file of the certificates to check etcd's against; turns TLS on"
+    )
+    parser.text("etcd-cert", "FILE", "", "file of our certificate for etcd")
+    parser.text("etcd-key", "FILE", "", "file of its key")
+    parser.text("etcd-user", "NAME", "", "user to log in to etcd as")
+    parser.text(
+        "etcd-password-file", "FILE", "", f"file of the password, instead of {_PASSWORD_VARIABLE}"
+    )
+    parser.text("etcd-prefix", "PREFIX", "kvturn/", "what our keys in etcd begin with")
+    parser.text(
+        "secret-file", "FILE", "", "file of the cluster secret, the same for all lease services"
+    )
     parser.seconds("leadership", defaults.leadership_ns, "TTL of a leader in etcd")
-    parser.text("advertise", "", "HOST:PORT where clients reach this process")
-    parser.text("tls-cert", "", "file of the listener's certificate; turns TLS on")
-    parser.text("tls-key", "", "file of its key")
-    parser.text("tls-client-ca", "", "file of the authorities whose certificates callers must show")
+    parser.text("advertise", "HOST:PORT", "", "HOST:PORT where clients reach this process")
+    parser.text("tls-cert", "FILE", "", "file of the listener's certificate; turns TLS on")
+    parser.text("tls-key", "FILE", "", "file of its key")
+    parser.text(
+        "tls-client-ca", "FILE", "", "file of the authorities whose certificates callers must show"
+    )
     for role in Role:
-        parser.text(f"{role}-tokens-file", "", f"file of the tokens of {role}s, one a line")
-    parser.text("metrics-host", "", "address of /metrics and /health over HTTP, else --host")
+        parser.text(f"{role}-tokens-file", "FILE", "", f"file of the tokens of {role}s, one a line")
+    parser.text(
+        "metrics-host", "ADDRESS", "", "address of /metrics and /health over HTTP, else --host"
+    )
     parser.optional_port("metrics-port", "their port, 0 for a free one; without it there are none")
-    parser.text("otlp-endpoint", "", "OTLP collector for traces, http(s)://HOST:PORT")
-    parser.text("otlp-protocol", "", "grpc or http/protobuf; else as OTEL_* variables say, or grpc")
-    parser.text("log-level", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
+    parser.text("otlp-endpoint", "URL", "", "OTLP collector for traces, http(s)://HOST:PORT")
+    parser.text(
+        "otlp-protocol", "NAME", "", "grpc or http/protobuf; else as OTEL_* variables say, or grpc"
+    )
+    parser.text("log-level", "LEVEL", defaults.log_level, "DEBUG, INFO, WARNING or ERROR")
     values = parser.parse(argv)
     log_level = str(values["log-level"]).upper()
     _check(log_level in _LOG_LEVELS, f"{_both('log-level')} must be DEBUG, INFO, WARNING or ERROR")
@@ -365,7 +377,7 @@ def _add_lessor_settings(parser: _Parser) -> None:
     parser.seconds("question-deadline", core.question_deadline_ns, "how long readers wait for us")
     parser.seconds("idle", core.idle_ns, "silence after which a conversation is idle")
     parser.seconds("max-hold", core.max_hold_ns, "longest hold of one retention")
-    parser.text("policy", core.policy, "what ends retentions: idle, pressure or fixed-ttl")
+    parser.text("policy", "NAME", core.policy, "what ends retentions: idle, pressure or fixed-ttl")
     parser.seconds("fixed-ttl", core.fixed_ttl_ns, "hold under --policy fixed-ttl")
     parser.count("leases", core.leases_max, "leases in all")
     parser.count("leases-per-engine", core.leases_per_engine_max, "leases of one engine")
@@ -551,11 +563,10 @@ class _Parser:
         )
         self._names: list[str] = []
 
-    def text(self, name: str, default: str, meaning: str, fallback_variable: str = "") -> None:
+    def text(self, name: str, metavar: str, default: str, meaning: str) -> None:
         """Adds a setting taken as it is."""
         shown = f" (default {default})" if default else ""
-        default = self._environ.get(fallback_variable, default)
-        self._add(name, default, str, f"{meaning}{shown}")
+        self._add(name, metavar, default, str, f"{meaning}{shown}")
 
     def count(
         self, name: str, default: int, meaning: str, least: int = 1, most: int = _COUNT_MAX
@@ -570,7 +581,7 @@ class _Parser:
             _check(least <= value <= most, f"{_both(name)} must be {least} to {most}")
             return value
 
-        self._add(name, default, parse, f"{meaning} (default {default})")
+        self._add(name, "N", default, parse, f"{meaning} (default {default})")
 
     def optional_port(self, name: str, meaning: str) -> None:
         """Adds a port that may be left out; its value is then empty."""
@@ -582,7 +593,7 @@ class _Parser:
             _check(text.isascii() and text.isdigit() and int(text[:6]) <= 65_535, problem)
             return int(text)
 
-        self._add(name, "", parse, meaning)
+        self._add(name, "N", "", parse, meaning)
 
     def seconds(self, name: str, default_ns: int, meaning: str) -> None:
         """Adds a span given in seconds and kept in nanoseconds."""
@@ -599,7 +610,7 @@ class _Parser:
             )
             return value_ns
 
-        self._add(name, default_ns, parse, f"{meaning}, in seconds (default {default_s:g})")
+        self._add(name, "SECONDS", default_ns, parse, f"{meaning} (default {default_s:g})")
 
     def parse(self, argv: Sequence[str]) -> dict[str, int | str]:
         """Returns the value of every setting by name. Raises ConfigError."""
@@ -613,7 +624,7 @@ class _Parser:
         problem = unknown_variable(_VARIABLE, flags, self._environ)
         _check(problem == "", problem)
 
-    def _add(self, name: str, default: object, parse: object, meaning: str) -> None:
+    def _add(self, name: str, metavar: str, default: object, parse: object, meaning: str) -> None:
         self._names.append(name)
         variable = _variable(name)
         if variable in self._environ:
@@ -622,7 +633,7 @@ class _Parser:
             f"--{name}",
             default=default,
             type=parse,  # type: ignore[arg-type]
-            metavar="V",
+            metavar=metavar,
             help=meaning,
         )
 
