@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from prose import document
-from test_life_of_a_turn import chat, spans, wait_until
+from test_life_of_a_turn import TRIES, chat, spans, wait_until
 
 if TYPE_CHECKING:
     from kvturn_cli.stack import Stack
@@ -31,6 +31,7 @@ PARENTS = {
 """Of each span of a turn that read, what it lies under."""
 OF_A_READ = {"kv_read", "EndRead"}
 """Spans that a turn lacks whose prefill engine had all of it in a cache of its own."""
+READ_OR_IN_CACHE = {"reused", "below_threshold"}
 
 
 def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack) -> None:
@@ -41,20 +42,26 @@ def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack)
         for number in range(CONVERSATIONS)
     ]
 
-    def turn(number: int) -> str:
+    def turn(number: int) -> tuple[str, str]:
         trace, messages = os.urandom(16).hex(), talks[number]
         parent = f"00-{trace}-{os.urandom(8).hex()}-01"
-        reply, _ = chat(stack, f"traces-{number}", messages, traceparent=parent)
+        reply, told = chat(stack, f"traces-{number}", messages, traceparent=parent)
         messages += [
             {"role": "assistant", "content": reply},
             {"role": "user", "content": "And who plays it?"},
         ]
-        return trace
+        return trace, told["verdict"]
 
     with ThreadPoolExecutor(CONVERSATIONS) as threads:
-        # All first turns before the second ones: their long prompts would hold up the reads.
-        firsts = list(threads.map(turn, range(CONVERSATIONS)))
-        held = list(zip(firsts, threads.map(turn, range(CONVERSATIONS)), strict=True))
+        # All of one round before the next: long prompts would hold up the reads.
+        turns_before = list(threads.map(turn, range(CONVERSATIONS)))
+        turns = list(threads.map(turn, range(CONVERSATIONS)))
+        # A busy machine may end a question or a read before its time, which is another trace.
+        for _ in range(TRIES):
+            if {"reused"} <= {verdict for _, verdict in turns} <= READ_OR_IN_CACHE:
+                break
+            turns_before, turns = turns, list(threads.map(turn, range(CONVERSATIONS)))
+    held = [(first, second) for (first, _), (second, _) in zip(turns_before, turns, strict=True)]
     whole = sorted([*PARENTS, "turn", "llm_request"])
     without_read = sorted(name for name in whole if name not in OF_A_READ)
 
@@ -70,7 +77,7 @@ def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack)
     # Each within its trace: vLLM numbers the spans of its start alike in every engine.
     ids = [(span["traceId"], span["spanId"]) for span in found]
     assert len(ids) == len(set(ids)), "two spans of a trace have the same id"
-    turns = {span["traceId"]: span for span in found if span["name"] == "turn"}
+    turn_spans = {span["traceId"]: span for span in found if span["name"] == "turn"}
     for number, (first, second) in enumerate(held):
         mine = {span["spanId"]: span for span in found if span["traceId"] == second}
         for span in mine.values():
@@ -82,9 +89,9 @@ def test_concurrent_turns_have_a_trace_each_from_client_to_engines(stack: Stack)
             if span["name"] == "llm_request"
         ]
         assert sorted(legs) == ["decode", "prefill"]
-        (link,) = turns[second]["links"]
-        assert (link["traceId"], link["spanId"]) == (first, turns[first]["spanId"])
-        told = {each["key"]: each["value"] for each in turns[second]["attributes"]}
+        (link,) = turn_spans[second]["links"]
+        assert (link["traceId"], link["spanId"]) == (first, turn_spans[first]["spanId"])
+        told = {each["key"]: each["value"] for each in turn_spans[second]["attributes"]}
         assert told["gen_ai.conversation.id"] == {"stringValue": f"traces-{number}"}
         reads = [span for span in mine.values() if span["name"] == "kv_read"]
         in_cache = told["kvturn.verdict"] == {"stringValue": "below_threshold"}
