@@ -251,11 +251,12 @@ async def test_a_certificate_that_ends_is_warned_of_at_start_and_when_it_is_new(
 
 
 def test_all_certificates_of_a_chain_count_and_what_is_none_does_not(ours: Authority) -> None:
-    """Ends after 2049 are written in another way."""
+    """With text around them; but where one is broken none is told of."""
     chain = ours.issue(valid_days=(-9, 20_000)).cert.read_bytes() + ours.ca.read_bytes()
     broken = b"-----BEGIN CERTIFICATE-----\nMIIB\n-----END CERTIFICATE-----\n"
-    left_s = certificates_left_s(b"text before\n" + broken + chain, time.time())
+    left_s = certificates_left_s(b"text before\n" + chain, time.time())
     assert [round(each / 86_400) for each in left_s] == [20_000, 1]
+    assert certificates_left_s(broken + chain, time.time()) == []
 
 
 async def test_a_router_ends_with_the_certificates_that_it_serves_with(ours: Authority) -> None:

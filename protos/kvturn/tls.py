@@ -7,13 +7,10 @@ the server's name.
 
 from __future__ import annotations
 
-import binascii
 import logging
-import re
 import ssl
 import time
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Final, NamedTuple, TypeVar
 
 import grpc
@@ -21,7 +18,6 @@ import grpc
 from kvturn.watched import FileFault, Watched, read_file
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from pathlib import Path
 
 logger = logging.getLogger("kvturn.tls")
@@ -30,9 +26,6 @@ T = TypeVar("T")
 
 _DAY_S: Final = 86_400.0
 _SOON_S: Final = 7 * _DAY_S
-_UTC_TIME, _GENERALIZED_TIME = 0x17, 0x18  # tags of ASN.1
-_VERSION: Final = 0xA0
-_certificate = re.compile(rb"-----BEGIN CERTIFICATE-----([A-Za-z0-9+/=\s]+)-----END")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,42 +144,20 @@ def ending(left_s: float) -> str:
     return f"ends in {left_s / _DAY_S:.1f} days" if left_s < _SOON_S else ""
 
 
-def certificates_left_s(pem: bytes, now_s: float) -> Iterator[float]:
-    """Yields how long each certificate in a PEM text is still valid, below 0 once it is not.
+def certificates_left_s(pem: bytes, now_s: float) -> list[float]:
+    """Returns how long each certificate in a PEM text is still valid, below 0 once it is not.
 
-    `now_s` is Unix time. What cannot be read as a certificate is left out.
+    `now_s` is Unix time. None where they cannot be read (OpenSSL has the say, not this), and in
+    the connector without the package for it, which the services bring.
     """
-    for found in _certificate.finditer(pem):
-        try:
-            yield _not_after(binascii.a2b_base64(found[1])).timestamp() - now_s
-        except (ValueError, IndexError):  # OpenSSL has the say, and took it or will refuse it
-            continue
+    try:
+        # Not before it is needed: that takes a tenth of a second.
+        from cryptography import x509
 
-
-def _not_after(der: bytes) -> datetime:
-    """Returns the end of validity, the fifth field of a certificate's signed part (RFC 5280)."""
-    _, at, _ = _element(der, 0)  # the certificate
-    _, at, _ = _element(der, at)  # its signed part
-    tag, _, end = _element(der, at)
-    if tag == _VERSION:
-        at = end
-    for _ in ("serial number", "algorithm", "issuer"):
-        _, _, at = _element(der, at)
-    _, at, _ = _element(der, at)  # validity: from, until
-    _, _, at = _element(der, at)
-    tag, at, end = _element(der, at)
-    form = {_UTC_TIME: "%y%m%d%H%M%SZ", _GENERALIZED_TIME: "%Y%m%d%H%M%SZ"}[tag]
-    return datetime.strptime(der[at:end].decode("ascii"), form).replace(tzinfo=UTC)
-
-
-def _element(der: bytes, at: int) -> tuple[int, int, int]:
-    """Returns tag, begin and end of the content of the ASN.1 element that begins at `at`."""
-    tag, size, begin = der[at], der[at + 1], at + 2
-    if size & 0x80:
-        more = size & 0x7F
-        size = int.from_bytes(der[begin : begin + more], "big")
-        begin += more
-    return tag, begin, begin + size
+        found = x509.load_pem_x509_certificates(pem)
+    except (ImportError, ValueError):
+        return []
+    return [one.not_valid_after_utc.timestamp() - now_s for one in found]
 
 
 class ClientTls:
