@@ -80,6 +80,36 @@ def test_a_variable_that_is_nobody_s_is_warned_of(tmp_path: Path) -> None:
     assert done.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", ["up", "demo"])
+def test_a_current_folder_that_is_gone_is_told(tmp_path: Path, command: str) -> None:
+    """It would be what relative paths are of, and where processes are started."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    script = f'cd {gone}; rmdir {gone}; exec "$@"'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-m", "kvturn_cli", command],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == f"kvturn {command}: the current folder is gone; go to another one\n"
+
+
+@pytest.mark.parametrize("command", ["router --lease=a:1", "lease", "otlp --file=/dev/null"])
+def test_a_service_that_may_open_next_to_no_files_is_refused(command: str) -> None:
+    """At these limits libraries fail in their own ways, up to a crash."""
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -n 40; exec {sys.executable} -m kvturn_cli {command} --port=0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "only 40 files may be open at once, and 64 are the least; raise the" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Both set: the flag counts; switches and lists have variables too."""
     monkeypatch.setenv("KVTURN_UP_ROUTER_PORT", "9001")

@@ -6,7 +6,16 @@ from pathlib import Path
 def checkout() -> Path:
     """Returns the checkout this package runs from, or the current folder when it is installed."""
     root = Path(__file__).resolve().parents[2]
-    return root if (root / "Makefile").is_file() else Path.cwd()
+    return root if (root / "Makefile").is_file() else Path()
+
+
+def current_folder_problem() -> str:
+    """Returns what to say of a current folder from which nothing can be started, "" for none."""
+    try:
+        Path.cwd()
+    except OSError:
+        return "the current folder is gone; go to another one"
+    return ""
 
 
 def default_model() -> Path:

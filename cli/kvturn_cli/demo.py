@@ -10,7 +10,7 @@ from pathlib import Path
 import openai
 
 from kvturn_cli.arguments import Parser
-from kvturn_cli.checkout import checkout, default_model, default_vllm_python
+from kvturn_cli.checkout import checkout, current_folder_problem, default_model, default_vllm_python
 from kvturn_cli.console import ConsoleProgress, make_console
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.interrupts import Interrupted, interruptible
@@ -41,6 +41,8 @@ def main(argv: list[str]) -> int:
     add("--model", type=Path, default=default_model(), help="model folder")
     add("--vllm-python", type=Path, default=default_vllm_python(), help="vLLM's interpreter")
     args = parser.parse_args(argv)
+    if problem := current_folder_problem():
+        return fail(problem, 2)
     try:
         with interruptible():
             return run(args.out_dir.absolute(), args.model, args.vllm_python)

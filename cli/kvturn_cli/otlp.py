@@ -15,6 +15,7 @@ import grpc.aio
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from kvturn.hangup import on_hangup
+from kvturn.open_files import raise_limit
 from kvturn.streams import announce
 from kvturn_cli.arguments import Parser, port
 from kvturn_cli.otlp_http import MESSAGE_BYTES_MAX, TraceListener
@@ -104,4 +105,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--file", type=Path, required=True, help="file to append to")
     args = parser.parse_args(argv)
+    if problem := raise_limit():
+        print(f"kvturn otlp: {problem}", file=sys.stderr)
+        return 1
     return asyncio.run(serve(args.host, args.port, args.http_port, args.file))

@@ -10,7 +10,12 @@ from pathlib import Path
 
 from kvturn_cli import run_state
 from kvturn_cli.arguments import Parser, port, positive, seconds
-from kvturn_cli.checkout import default_model, default_run_dir, default_vllm_python
+from kvturn_cli.checkout import (
+    current_folder_problem,
+    default_model,
+    default_run_dir,
+    default_vllm_python,
+)
 from kvturn_cli.console import ConsoleProgress, make_console
 from kvturn_cli.engine import EngineConfig
 from kvturn_cli.etcd import MEMORY
@@ -26,6 +31,8 @@ DOWN_TIMEOUT_S = 40.0
 def main(argv: list[str]) -> int:
     """Runs `kvturn up`."""
     args = up_parser().parse_args(argv)
+    if problem := current_folder_problem():
+        return fail(problem, 2)
     if args.detach:
         return detach(args.run_dir, [arg for arg in argv if arg != "--detach"])
     try:

@@ -23,6 +23,7 @@ import uvloop
 from kvturn.address import address_of
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
+from kvturn.open_files import raise_limit
 from kvturn.spelling import stray_variables, unusable
 from kvturn.streams import announce, run_command
 from kvturn.watched import warn_of_open_secrets
@@ -80,6 +81,9 @@ def _run(arguments: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"kvturn lease: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if problem := raise_limit():
+        print(f"kvturn lease: {problem}", file=sys.stderr)
+        return EXIT_FAILED
     logging.basicConfig(
         level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

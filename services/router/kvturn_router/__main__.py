@@ -28,6 +28,7 @@ from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
 from kvturn.lease_channels import LeaseChannels
 from kvturn.metrics import Page
+from kvturn.open_files import raise_limit
 from kvturn.recognition import Recognition, minted_id
 from kvturn.spelling import stray_variables, unusable
 from kvturn.streams import announce, run_command
@@ -105,6 +106,9 @@ def run(argv: Sequence[str], place: WorkerPlace | None = None) -> int:
     except ConfigError as error:
         print(f"kvturn router: {error}", file=sys.stderr)
         return EXIT_USAGE
+    if problem := raise_limit():
+        print(f"kvturn router: {problem}", file=sys.stderr)
+        return EXIT_FAILED
     who = f" worker {place.number}" if place is not None else ""
     logging.basicConfig(
         level=config.log_level.upper(),

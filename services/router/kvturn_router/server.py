@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import errno
 import os
-import resource
 import socket
 from typing import TYPE_CHECKING, Final
 
@@ -92,7 +91,6 @@ class RouterServer:
         Until then it refuses connections, so that clients go to other routers, or wait: turns
         that it took could not be served.
         """
-        _allow_many_connections()
         server = await self._bind()
         await self._pages.start()
         self._start_asking()
@@ -270,13 +268,6 @@ class RouterServer:
             self._changed.clear()
             if self._grpc is not None:
                 await self._grpc.tell_health()
-
-
-def _allow_many_connections() -> None:
-    # Two per turn; the usual soft limit of 1,024 is far below the hard one.
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _try_address(host: str, port: int) -> None:
