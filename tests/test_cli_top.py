@@ -32,7 +32,9 @@ _sequence = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 class Terminal:
     """A terminal in which a command runs."""
 
-    def __init__(self, *command: str, columns: int = 120, lines: int = 40) -> None:
+    def __init__(
+        self, *command: str, columns: int = 120, lines: int = 40, **variables: str
+    ) -> None:
         self._master, slave = pty.openpty()
         self.resize(columns, lines, tell=False)
         self.before = termios.tcgetattr(slave)
@@ -46,7 +48,7 @@ class Terminal:
             stdout=slave,
             stderr=slave,
             start_new_session=True,
-            env={**environment, "TERM": "xterm-256color"},
+            env={**environment, "TERM": "xterm-256color", **variables},
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
         )
 
@@ -172,6 +174,28 @@ async def test_top_follows_the_terminal_s_size(guests: Guests) -> None:
         assert max(map(len, narrow.splitlines())) <= 60
         terminal.press(b"q")
         assert await terminal.code() == 0
+
+
+@pytest.mark.parametrize("variables", [{"COLUMNS": "0"}, {"LINES": "0"}, {"TERM": "dumb"}])
+async def test_a_terminal_of_no_size_or_skill_is_shown_tables(
+    guests: Guests, variables: dict[str, str]
+) -> None:
+    """Again and again with --watch: where nothing can be replaced, one after the other."""
+    await busy(guests)
+    command = (sys.executable, "-m", "kvturn_cli", "leases", f"--lease={guests.endpoint}")
+    async with Terminal(*command, "--watch=0.1", **variables) as terminal:
+        await terminal.until_shown("trip-42")
+        await terminal.until_shown("trip-42")
+        terminal.press(b"\x03")
+        assert await terminal.code() == 0
+
+
+async def test_top_needs_a_terminal_that_it_can_draw_on(guests: Guests) -> None:
+    """On another it would show nothing and wait for a key."""
+    command = (sys.executable, "-m", "kvturn_cli", "top", f"--lease={guests.endpoint}")
+    async with Terminal(*command, TERM="dumb") as terminal:
+        assert await terminal.code() == 2
+        assert "kvturn top: needs a terminal, not TERM=dumb; " in terminal.out
 
 
 async def test_revoking_an_engine_s_leases_asks_first(guests: Guests) -> None:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 WAIT_LINE_INTERVAL_S = 10.0
 PLAIN_WIDTH = 120
+USUAL_WIDTH, USUAL_HEIGHT = 80, 25
 
 
 class Progress(Protocol):
@@ -48,7 +49,7 @@ class ConsoleProgress:
 
     def waiting(self, text: str) -> None:
         """Shows the text until the next call."""
-        if self._console.is_terminal:
+        if can_redraw(self._console):
             if self._status is None:
                 self._status = self._console.status(text)
                 self._status.start()
@@ -66,4 +67,24 @@ class ConsoleProgress:
 def make_console() -> Console:
     """Returns the console for stdout: colours on a terminal, plain text elsewhere."""
     console = Console()
-    return console if console.is_terminal else Console(width=PLAIN_WIDTH, color_system=None)
+    if console.is_terminal:
+        return with_a_size(console)
+    return Console(width=PLAIN_WIDTH, color_system=None)
+
+
+def can_redraw(console: Console) -> bool:
+    """Tells whether what was shown can be replaced: on a terminal that is not TERM=dumb."""
+    return console.is_terminal and not console.is_dumb_terminal
+
+
+def with_a_size(console: Console) -> Console:
+    """Gives a terminal a size where COLUMNS or LINES says that it has none, and nothing would show.
+
+    Returns the console.
+    """
+    width, height = console.size
+    if width < 1:
+        console.width = USUAL_WIDTH
+    if height < 1:
+        console.height = USUAL_HEIGHT
+    return console

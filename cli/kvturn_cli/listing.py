@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from kvturn_cli.arguments import Parser, at_most, seconds
+from kvturn_cli.console import can_redraw, with_a_size
 from kvturn_cli.interrupts import ended_by_signals
 from kvturn_cli.lease_connection import VARIABLES, LeaseConnection, NoAnswer, add_flags
 
@@ -118,7 +119,7 @@ async def _json_line(prog: str, connection: LeaseConnection, look: Look) -> None
 async def _watch(interval_s: float, connection: LeaseConnection, look: Look) -> None:
     """Shows it in one place of a terminal; elsewhere one after the other."""
     console = output()
-    if not console.is_terminal:
+    if not can_redraw(console):
         await _repeat(interval_s, lambda: _watched(connection, look, _print_all))
         return
     with Live(console=console, auto_refresh=False, vertical_overflow="ellipsis") as live:
@@ -161,5 +162,5 @@ def output() -> Console:
     """Returns the console for stdout: colours and its width on a terminal, neither elsewhere."""
     console = Console(highlight=False, markup=False, emoji=False)
     if console.is_terminal:
-        return console
+        return with_a_size(console)
     return Console(width=_ENDLESS, color_system=None, highlight=False, markup=False, emoji=False)

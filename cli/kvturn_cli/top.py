@@ -16,6 +16,7 @@ from rich.live import Live
 
 from kvturn.v1 import lease_pb2
 from kvturn_cli.arguments import seconds
+from kvturn_cli.console import can_redraw
 from kvturn_cli.fields import conversation_fields, engine_fields
 from kvturn_cli.interrupts import ended_by_signals
 from kvturn_cli.lease_connection import LeaseConnection, NoAnswer
@@ -47,8 +48,9 @@ def main(argv: list[str]) -> int:
     )
     args = parser.parse_args(argv)
     console = output()
-    if not (console.is_terminal and sys.stdin.isatty()):
-        message = "needs a terminal; kvturn conversations --watch --json is for programs"
+    if not (can_redraw(console) and sys.stdin.isatty()):
+        use = "kvturn conversations --watch --json is for programs"
+        message = f"needs a terminal, not TERM=dumb; {use}"
         print(f"{parser.prog}: {message}", file=sys.stderr)
         return 2
     asyncio.run(_run(LeaseConnection.of(parser, args), args.interval, console))
