@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from kvturn.address import addresses
+from kvturn.address import addresses, is_host
 from kvturn.spelling import one_line, stray_variables, unknown_variable, with_flag_meant
 
 NAME_BYTES_MAX = 256
@@ -119,6 +119,13 @@ def tenant(text: str) -> str:
     return name(text) if text else text
 
 
+def host(text: str) -> str:
+    """Reads an address, or a name, to listen on."""
+    if not is_host(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no address or name of this machine")
+    return text
+
+
 def base_url(text: str) -> str:
     """Reads where an HTTP API is, http://HOST:PORT; a /v1 at its end is left out."""
     try:
@@ -126,7 +133,11 @@ def base_url(text: str) -> str:
         port_number = parts.port
     except ValueError:
         parts, port_number = urlsplit(""), None
-    if parts.scheme not in ("http", "https") or not parts.hostname or port_number == 0:
+    if (
+        parts.scheme not in ("http", "https")
+        or port_number == 0
+        or not is_host(parts.hostname or "")
+    ):
         raise argparse.ArgumentTypeError(f"{text!r} is no http://HOST:PORT or https://HOST:PORT")
     if parts.query or parts.fragment or parts.username is not None:
         raise argparse.ArgumentTypeError(f"{text!r} must have no query and no user")

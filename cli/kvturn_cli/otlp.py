@@ -17,7 +17,7 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_serv
 from kvturn.hangup import on_hangup
 from kvturn.open_files import raise_limit
 from kvturn.streams import announce
-from kvturn_cli.arguments import Parser, port
+from kvturn_cli.arguments import Parser, host, port
 from kvturn_cli.otlp_http import MESSAGE_BYTES_MAX, TraceListener
 from kvturn_cli.ports import is_free
 from kvturn_cli.trace_file import TraceFile
@@ -98,7 +98,7 @@ def main(argv: list[str]) -> int:
     parser = Parser(
         "kvturn otlp", "Receives OTLP traces over gRPC and HTTP and writes them as OTLP/JSON lines."
     )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", type=host, default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=port, default=4317, help="port for gRPC; 0: any free one")
     parser.add_argument(
         "--http-port", type=port, default=4318, help="port for HTTP; 0: any free one"

@@ -5,13 +5,26 @@ import re
 ENDPOINTS_MAX = 16
 """Addresses that one setting may name."""
 
-_host_port = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
+_host_port = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(?P<port>[0-9]{1,5})")
 
 
 def is_address(text: str) -> bool:
     """Tells whether a text is HOST:PORT, with a port that one can connect to."""
     named = _host_port.fullmatch(text)
-    return named is not None and 0 < int(named["port"]) < 65_536
+    return named is not None and 0 < int(named["port"]) < 65_536 and is_host(named["host"])
+
+
+def is_host(text: str) -> bool:
+    """Tells whether a text can be looked up as a host.
+
+    A name with an empty part, or one of more than 63 characters, ends in an exception of its own
+    that nobody who connects expects.
+    """
+    try:
+        text.encode("idna")
+    except UnicodeError:
+        return False
+    return re.search(r"[\s/]", text) is None and text != ""
 
 
 def addresses(text: str) -> tuple[str, ...]:

@@ -9,6 +9,9 @@ import re
 from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import Final, NamedTuple
+from urllib.parse import urlsplit
+
+from kvturn.address import is_host
 
 GRPC: Final = "grpc"
 HTTP: Final = "http/protobuf"
@@ -57,19 +60,27 @@ def destination_of(
     endpoint_name, endpoint = _first(names[0], endpoint, _ENDPOINTS, environment)
     protocol_name, protocol = _first(names[1], protocol, _PROTOCOLS, environment)
     protocol = protocol or GRPC
+    if protocol not in PROTOCOLS and (endpoint or protocol_name == names[1]):
+        raise WrongSetting(protocol_name, f"must be {GRPC} or {HTTP}, not {protocol!r}")
     if not endpoint:
         return None
-    if protocol not in PROTOCOLS:
-        raise WrongSetting(protocol_name, f"must be {GRPC} or {HTTP}, not {protocol!r}")
     if protocol == HTTP and not _has_http():
         raise WrongSetting(protocol_name, f"{HTTP} needs the package {_HTTP_PACKAGE}")
-    if not _url.fullmatch(endpoint):
+    if not _is_url(endpoint):
         problem = f"must be a URL like http://HOST:{4317 if protocol == GRPC else 4318}"
         raise WrongSetting(endpoint_name, f"{problem}, not {endpoint!r}")
     whole = protocol == GRPC or endpoint_name == _ENDPOINTS[0]
     if not whole and not endpoint.rstrip("/").endswith(_HTTP_PATH):
         endpoint = endpoint.rstrip("/") + _HTTP_PATH
     return Destination(endpoint, protocol)
+
+
+def _is_url(endpoint: str) -> bool:
+    try:
+        host, port = urlsplit(endpoint).hostname, urlsplit(endpoint).port
+    except ValueError:
+        return False
+    return _url.fullmatch(endpoint) is not None and port != 0 and is_host(host or "")
 
 
 def _has_http() -> bool:

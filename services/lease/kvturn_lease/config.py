@@ -16,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvturn.address import is_address
+from kvturn.address import is_address, is_host
 from kvturn.keys import parse_keys
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.spelling import one_line, unknown_variable, with_flag_meant
@@ -254,7 +254,8 @@ class LeaseConfig:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for settings that contradict each other."""
-        _check(self.host != "", f"{_both('host')} must not be empty")
+        for name, host in (("host", self.host), ("metrics-host", self.metrics_host or self.host)):
+            _check(is_host(host), f"{_both(name)} must be an address or a name of this machine")
         _check(
             self.queued_messages_max > self.lessor.leases_per_engine_max,
             f"{_both('queued-messages')} must exceed --leases-per-engine, all of which may be "

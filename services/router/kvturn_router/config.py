@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from kvturn.address import addresses
+from kvturn.address import addresses, is_host
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
 from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
@@ -182,6 +182,12 @@ def _text(text: str) -> str:
     return text.strip()
 
 
+def _host(text: str) -> str:
+    if not is_host(text.strip()):
+        raise ValueError("must be an address or a name of this machine")
+    return text.strip()
+
+
 def _engines(text: str) -> tuple[EngineAddress, ...]:
     return tuple(engine_address(url.strip()) for url in text.split(",") if url.strip())
 
@@ -254,7 +260,7 @@ _AUTO: Final = "auto"
 _PLANS: Final = (PlanKind.PULL.value, PlanKind.LOCAL.value, PlanKind.RECOMPUTE.value)
 
 _FLAGS: Final = (
-    _Flag("host", _text, "127.0.0.1", "ADDRESS", "address to listen on"),
+    _Flag("host", _host, "127.0.0.1", "ADDRESS", "address to listen on"),
     _Flag("port", _PORT, 8000, "N", "HTTP port, 0 for any free one"),
     _Flag("grpc-port", _PORT, 8001, "N", "gRPC port, 0 for any free one"),
     _Flag("workers", _whole(1, 256), 1, "N", "processes that share the ports"),

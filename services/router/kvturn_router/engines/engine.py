@@ -4,6 +4,7 @@ import ipaddress
 import re
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from kvturn.address import is_host
 from kvturn.tls import ClientTls
 from kvturn_router.engines.engine_http import EnginePool, Exchange, request_bytes
 from kvturn_router.engines.health import Health
@@ -60,6 +61,8 @@ def engine_address(url: str) -> EngineAddress:
             host = ipaddress.IPv6Address(host[1:-1]).compressed
         except ValueError:
             raise ValueError("must have an IPv6 address in its brackets") from None
+    elif not is_host(host):
+        raise ValueError("must have a host whose parts have 1 to 63 characters")
     return EngineAddress(url.removesuffix("/"), host, port)
 
 
