@@ -1119,7 +1119,7 @@ async def test_a_second_service_does_not_share_the_port(service: Service) -> Non
         (["--port", "65536"], "port"),
         (["--port", "http"], "port"),
         (["--host", ""], "host"),
-        (["--host", "no such host"], X
+        (["--host", "no such host"], "--host"),
         (["--otlp-endpoint", "localhost:4317"], "otlp-endpoint"),
         (["--log-level", "LOUD"], "log-level"),
         (["--log-level", "NOTSET"], "log-level"),
