@@ -17,6 +17,7 @@ from recorded_spans import Recording, export_of, otlp_tracing, told
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen, chunk
 
+from kvturn import otlp_export
 from kvturn.otlp import PROTOCOLS
 from kvturn.span_wire import CLIENT, INTERNAL, SERVER, Attributes, attribute_bytes, span_bytes
 from kvturn.trace_context import trace_context
@@ -316,8 +317,11 @@ async def test_no_attribute_is_ever_missing_or_of_another_kind(caplog):
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
-async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(protocol, caplog):
+async def test_a_collector_that_is_not_there_slows_nothing_and_is_told_once(
+    protocol, caplog, monkeypatch
+):
     """A closed port: turns are served, one warning comes, and the shutdown takes its bound."""
+    monkeypatch.setattr(otlp_export, "EXPORT_TIMEOUT_S", 0.5)
     tracing = otlp_tracing("http://127.0.0.1:1", protocol)
     with caplog.at_level(logging.WARNING):
         async with router(tracing=tracing) as rig:

@@ -20,7 +20,8 @@ from opentelemetry.trace import SpanContext
 from kvturn.otlp import HTTP, Destination
 from kvturn.proto_wire import field
 
-EXPORT_TIMEOUT_S: Final = 2
+EXPORT_TIMEOUT_S: Final = 10
+"""What OpenTelemetry gives one export by default: on a loaded machine the first takes seconds."""
 
 
 class Envelope:
