@@ -16,7 +16,7 @@ from prose import document
 from test_life_of_a_turn import wait_until
 
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_cli.engine import EngineConfig
+from kvturn_cli.engine import EngineConfig, data_type
 from kvturn_cli.stack import Stack, StackConfig
 
 if TYPE_CHECKING:
@@ -29,7 +29,8 @@ TWO_RANKS = ("--tensor-parallel-size", "2")
 IDLE_S = 20
 PATIENT_S = 60
 BLOCK_SIZE = 128
-BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * 2
+NUMBER_BYTES = {"bfloat16": 2, "float32": 4}
+BYTES_PER_TOKEN = 4 * 2 * 4 * 32 * NUMBER_BYTES[data_type()]
 """Layers, keys and values, KV heads, size of a head, bytes of a number: of both ranks together."""
 NOISE = 0.25
 """Of bf16, where the order of sums differs; the runs compared here have shown none so far."""
