@@ -284,3 +284,31 @@ def test_one_request_is_never_longer_than_collectors_take() -> None:
     tracing.shutdown()
     assert sum(sizes) > 100 << 16
     assert max(sizes) <= span_export.BATCH_BYTES_MAX
+
+
+def test_nothing_is_said_of_a_collector_after_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    """It hangs when the process ends: one line says so, and what waits for it is let go."""
+    asked, let_go = threading.Event(), threading.Event()
+
+    class Hanging:
+        def export(self, spans: object) -> bool:
+            del spans
+            asked.set()
+            return not let_go.wait(60)
+
+        def shutdown(self) -> None:
+            assert not let_go.is_set()
+            let_go.set()
+
+    threads = set(threading.enumerate())
+    tracing = Tracing(Hanging(), logging.getLogger("test.hanging"))
+    (exporting,) = set(threading.enumerate()) - threads
+    tracing.span(TRACEPARENT, "turn", SERVER).end()
+    assert asked.wait(60)
+    with caplog.at_level(logging.WARNING):
+        tracing.shutdown(0.01)
+        exporting.join(60)
+    assert not exporting.is_alive()
+    assert [each.message.partition(" (")[0] for each in caplog.records] == [
+        "spans cannot be delivered"
+    ]

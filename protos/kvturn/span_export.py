@@ -46,6 +46,7 @@ class SpanQueue:
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._ending = False
+        self._abandoned = False
         self._delivering = True
         self.sent = self.dropped = 0
         """Spans delivered, and those that did not fit or could not be delivered."""
@@ -76,18 +77,22 @@ class SpanQueue:
 
     def shutdown(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> None:
         """Exports what is left, for at most `timeout_s`."""
-        # A collector that hangs must not hold the process: the thread that
-        # waits for it dies with the process.
         self._ending = True
         self._wanted.set()
         self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            # A collector that hangs must not hold the process, nor be spoken of after its end.
+            self._abandoned = True
+            self._tell(False, f"after {timeout_s:.1f} s, the last")
+            self._exporter.shutdown()
 
     def _run(self) -> None:
         while not self._ending:
             self._wanted.wait(_DELAY_S)
             self._wanted.clear()
             self.flush()
-        self._exporter.shutdown()
+        if not self._abandoned:
+            self._exporter.shutdown()
 
     def _batch(self) -> list[bytes]:
         left = BATCH_BYTES_MAX
@@ -109,6 +114,10 @@ class SpanQueue:
             self.sent += len(spans)
         else:
             self.dropped += len(spans)
+        if not self._abandoned:
+            self._tell(delivered, reason)
+
+    def _tell(self, delivered: bool, reason: str) -> None:
         if not delivered and self._delivering:
             self._logger.warning("spans cannot be delivered (%s); they are dropped", reason)
         elif delivered and not self._delivering:
