@@ -9,12 +9,13 @@ import asyncio
 import signal
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import grpc
 import pytest
 from etcd_server import EtcdServer, until
 from lease_rig import (
+    GUARD_S,
     HEARTBEAT_S,
     LEADERSHIP_S,
     OUTLIVING,
@@ -138,14 +139,18 @@ async def test_a_leader_that_wakes_up_never_answers_as_leader(tmp_path: Path) ->
 
 
 async def _ask_directly(service: LeaseProcess, lease_id: str, name: str) -> str:
-    """Sends BeginRead to this service alone; returns "granted", "refused" or the error's reason."""
+    """Sends BeginRead to this service alone; returns "granted", "refused" or why it has no answer.
+
+    That is the error's reason, or its code where it has none.
+    """
     question = lease_pb2.BeginReadRequest(
         lease_id=lease_id, conversation=conversation(name), reader_engine_id="p9"
     )
     try:
-        answer = await service.call("BeginRead", question, timeout_s=20.0)
+        answer = await service.call("BeginRead", question, timeout_s=GUARD_S)
     except grpc.RpcError as error:
-        return error_info(error)[0]  # type: ignore[arg-type]
+        call = cast("grpc.Call", error)
+        return error_info(call)[0] or str(call.code())
     return "granted" if answer.granted else "refused"
 
 
