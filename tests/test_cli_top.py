@@ -120,6 +120,8 @@ async def test_top_shows_engines_reuse_and_conversations_until_q(guests: Guests)
     async with top(guests) as terminal:
         await terminal.until_shown("trip-42")
         shown = _sequence.sub("", terminal.out)
+        assert "asking" in shown
+        assert "no engine has a session" not in shown
         assert "decode-0   decode   ████" in shown
         assert "of their prompts 90% read, 6% local, 4% computed" in shown
         assert "first_turn 3  reused 1" in shown

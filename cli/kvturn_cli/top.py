@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from rich.console import Console
 from rich.live import Live
+from rich.text import Text
 
 from kvturn.v1 import lease_pb2
 from kvturn_cli.arguments import seconds
@@ -108,7 +109,9 @@ class _Top:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGWINCH, self._draw)
         try:
-            self._draw()
+            # What was not asked for yet is not shown as nothing.
+            asking = Text(f"kvturn top (q quits)  asking {self._connection.where}", no_wrap=True)
+            self._live.update(asking, refresh=True)
             while True:
                 began_s = time.monotonic()
                 await self._look()
