@@ -67,10 +67,11 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(
 
 @pytest.mark.parametrize("number", [INT, TERM, HUP])
 async def test_a_watch_ends_in_order_however_often_it_is_told(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, handlers: None
 ) -> None:
     """The second signal comes while connections are closed."""
-    async with lease_service(tmp_path) as guests:
+    signal.signal(HUP, signal.SIG_DFL)  # It would inherit that we run under nohup.
+    async with lease_service(tmp_path) as guests, asyncio.timeout(GUARD_S):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvturn_cli", "leases", f"--lease={guests.endpoint}"),
             *("--watch=0.05", "--json"),
