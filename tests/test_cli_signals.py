@@ -31,10 +31,14 @@ sys.meta_path.insert(0, Interrupting())
 """
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:
-    """Gives the signals back their handlers, which commands keep from them as they end."""
-    before = {number: signal.getsignal(number) for number in (INT, TERM, HUP)}
+    """Begins with the usual handlers, also under nohup and in the background of a script.
+
+    Gives the signals back their own, which commands keep from them as they end.
+    """
+    usual = {INT: signal.default_int_handler, TERM: signal.SIG_DFL, HUP: signal.SIG_DFL}
+    before = {number: signal.signal(number, handler) for number, handler in usual.items()}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -67,10 +71,9 @@ def test_ctrl_c_while_modules_are_imported_leaves_no_traceback(
 
 @pytest.mark.parametrize("number", [INT, TERM, HUP])
 async def test_a_watch_ends_in_order_however_often_it_is_told(
-    tmp_path: Path, number: signal.Signals, handlers: None
+    tmp_path: Path, number: signal.Signals
 ) -> None:
     """The second signal comes while connections are closed."""
-    signal.signal(HUP, signal.SIG_DFL)  # It would inherit that we run under nohup.
     async with lease_service(tmp_path) as guests, asyncio.timeout(GUARD_S):
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "kvturn_cli", "leases", f"--lease={guests.endpoint}"),
@@ -89,7 +92,7 @@ async def test_a_watch_ends_in_order_however_often_it_is_told(
     assert (process.returncode, said) == (0, b"")
 
 
-def test_the_second_signal_cannot_cut_the_stopping_short(handlers: None) -> None:
+def test_the_second_signal_cannot_cut_the_stopping_short() -> None:
     stopped = False
     try:
         with interruptible():
@@ -101,16 +104,14 @@ def test_the_second_signal_cannot_cut_the_stopping_short(handlers: None) -> None
     assert stopped
 
 
-def test_under_nohup_a_terminal_that_goes_is_no_reason_to_stop(handlers: None) -> None:
+def test_under_nohup_a_terminal_that_goes_is_no_reason_to_stop() -> None:
     signal.signal(HUP, signal.SIG_IGN)
     with interruptible():
         signal.raise_signal(HUP)
     assert signal.getsignal(HUP) is signal.SIG_IGN
 
 
-async def test_a_block_that_no_signal_ended_leaves_the_handlers_as_they_were(
-    handlers: None,
-) -> None:
+async def test_a_block_that_no_signal_ended_leaves_the_handlers_as_they_were() -> None:
     before = signal.getsignal(TERM)
     with ended_by_signals():
         assert signal.getsignal(TERM) is not before
