@@ -14,6 +14,7 @@ from kvturn_cli import run_state
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 from kvturn_cli.up import stack_config, up_parser
+from kvturn_lease import config as lease_config
 
 
 @pytest.mark.parametrize(
@@ -132,6 +133,7 @@ def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
         "--run-dir",
         str(tmp_path),
         "--decode-arg=--max-num-seqs=4",
+        "--lease-arg=--session-ttl=30",
     ]
     config = stack_config(up_parser().parse_args(arguments))
     assert config.router_port == 9003
@@ -140,6 +142,7 @@ def test_flags_win_over_variables(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     assert not prefill.prefix_caching
     assert decode.prefix_caching
     assert decode.args == ("--max-num-seqs=4",)
+    assert lease_config.parse_config(config.lease_args, {}).lessor.session_ttl_ns == 30e9
 
 
 def test_up_refuses_a_port_in_use_and_leaves_nothing(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from kvturn_cli.engine import EngineConfig
 from kvturn_cli.interrupts import Interrupted, interruptible
 from kvturn_cli.rows import HEADER, UNITS, Row, make_row, summary, table_line, to_json
 from kvturn_cli.script import ScriptedTurn, script, user
-from kvturn_cli.stack import ConfigError, Stack, StackConfig, StackError
+from kvturn_cli.stack import SHARED_CPU, ConfigError, Stack, StackConfig, StackError
 from kvturn_cli.turn import Message, RouterClient, TurnResult
 
 REPLY_TOKENS_MAX = 48
@@ -77,6 +77,7 @@ def demo_config(out_dir: Path, model: Path, vllm_python: Path) -> StackConfig:
         # Two engines that compute on the cores on which the lease service answers: a late answer
         # would say something about the machine, not about reuse.
         question_deadline_ms=500,
+        lease_args=SHARED_CPU,
     )
 
 

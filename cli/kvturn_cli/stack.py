@@ -46,6 +46,9 @@ POLL_S = 0.2
 PROBE_TIMEOUT_S = 2.0
 REGISTER_TIMEOUT_S = 30.0
 MODEL_LEN_MAX = 8192
+SHARED_CPU = ("--session-ttl=20",)
+"""What the lease service of a stack whose engines compute on its own cores is better told: they
+may keep each other waiting for longer than sessions usually last."""
 
 # Loopback is never to be asked for through a proxy.
 _opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

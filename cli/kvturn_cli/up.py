@@ -22,7 +22,7 @@ from kvturn_cli.etcd import MEMORY
 from kvturn_cli.interrupts import Interrupted, interruptible
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import AlreadyUpError, RunState
-from kvturn_cli.stack import ConfigError, Stack, StackConfig, StackError
+from kvturn_cli.stack import SHARED_CPU, ConfigError, Stack, StackConfig, StackError
 
 WATCH_INTERVAL_S = 0.5
 DOWN_TIMEOUT_S = 40.0
@@ -136,7 +136,7 @@ def stack_config(args: argparse.Namespace) -> StackConfig:
         grpc_port=args.grpc_port,
         lease_port=args.lease_port,
         router_args=tuple(args.router_arg),
-        lease_args=tuple(args.lease_arg),
+        lease_args=(*SHARED_CPU, *args.lease_arg),
         store=args.store,
         kv_cache_gib=args.kv_cache_gib,
         max_model_len=args.max_model_len,
