@@ -57,19 +57,13 @@ def find_member(text: bytes, span: Span, name: str) -> Span | None:
 
     Returns None if there is no such member, or no object.
     """
-    return find_members(text, span, (name,))[0]
-
-
-def find_members(text: bytes, span: Span, names: Sequence[str]) -> list[Span | None]:
-    """Returns where each of these members has its value, as `find_member` does of one."""
     try:
         members = _object_decoder.decode(memoryview(text)[span[0] : span[1]])
     except UNREADABLE:
-        members = {}
-    if not any(name in members for name in names):
-        return [None] * len(names)
-    spans = member_spans(text, span, members) or {}
-    return [spans.get(name) for name in names]
+        return None
+    if name not in members:
+        return None
+    return (member_spans(text, span, members) or {}).get(name)
 
 
 def find_items(text: bytes, span: Span) -> Sequence[Span]:
