@@ -56,6 +56,8 @@ ENGINE = lease_pb2.Engine(
     },
     memory={"total_blocks": 1_000_000, "free_blocks": 500_000, "retained_blocks": 499_999},
     last_heartbeat_age={"nanos": 100_000_000},
+    expired_session_count=1_234,
+    last_expiry_age={"seconds": 86_000},
 )
 SEEN = Seen(
     where="127.0.0.1:7600",
@@ -94,6 +96,13 @@ def test_a_row_is_a_line_at_any_width(
     assert max(map(cell_len, shown)) <= width
     wider = lines(table(columns, [row, row], width * 2), width * 2)
     assert len(wider[0].split()) >= len(shown[0].split())
+
+
+def test_engines_that_lost_sessions_say_how_often_and_when() -> None:
+    """Those that lost none show a plain 0."""
+    kept = lease_pb2.Engine(description={"engine_id": "d1"})
+    shown = lines(table(engines.COLUMNS, [engine_fields(ENGINE), engine_fields(kept)], None), 400)
+    assert [line.split("  ")[-1].strip() for line in shown] == ["expired", "1,234 (24 h ago)", "0"]
 
 
 def test_names_are_cut_before_columns_leave() -> None:

@@ -390,6 +390,26 @@ def test_a_late_heartbeat_is_a_warning() -> None:
     )
 
 
+def test_sessions_that_were_lost_lately_are_a_warning() -> None:
+    """With how often, and how long ago: each time what the engine held could not be read."""
+    lost = engine("decode")
+    lost.expired_session_count = 34
+    lost.last_expiry_age.FromSeconds(12)
+    finding = only(with_engines(engine("prefill"), lost), "engines.expiries", WARNING)
+    assert finding.seen == (
+        "decode-0 lost 34 sessions, the latest 12 s ago: it was silent for the session TTL of 5 s"
+    )
+    assert "--session-ttl" in finding.fix
+
+
+def test_a_session_that_was_lost_long_ago_is_not_told_of() -> None:
+    """What was amiss then is over."""
+    healed = engine("decode")
+    healed.expired_session_count = 1
+    healed.last_expiry_age.FromSeconds(3600)
+    assert not amiss(with_engines(engine("prefill"), healed))
+
+
 def test_ranks_of_data_parallelism_are_engines_at_one_address() -> None:
     """None of them hides another."""
     other = engine("decode")

@@ -473,6 +473,23 @@ async def test_silence_ends_the_stream() -> None:
         assert answer.verdict == common_pb2.VERDICT_ENGINE_LOST
 
 
+async def test_operators_see_that_an_engine_lost_its_session() -> None:
+    """Once it has a new one: how often, and how long ago by the service's clock."""
+    now = [1_000 * S]
+    async with Service(CONFIG, clock_ns=lambda: now[0]).running() as service:
+        decode = await service.engine().up()
+        now[0] += 6 * S
+        await decode.send(heartbeat=lease_pb2.Heartbeat())
+        await decode.error()
+        again = service.engine()
+        again.number = decode.number + 1
+        await again.up()
+        now[0] += 2 * S
+        [engine] = (await service.stub.ListEngines(lease_pb2.ListEnginesRequest())).engines
+    assert engine.expired_session_count == 1
+    assert engine.last_expiry_age.ToNanoseconds() == 2 * S
+
+
 async def test_a_heartbeat_past_the_deadline_ends_the_stream() -> None:
     """The process was paused: the message waits in the socket, the clock goes on."""
     now = [1_000 * S]

@@ -1157,6 +1157,23 @@ def test_engines_show_their_memory_and_their_leases(bench: Bench, decode: Decode
     assert bench.lessor.list_engines(bench.now) == []
 
 
+def test_engines_show_how_often_they_lost_their_session_for_silence(bench: Bench) -> None:
+    """A session whose stream broke is not counted: that is no matter of times."""
+    decode = Decode(bench, "d1").up()
+    [view] = bench.lessor.list_engines(bench.now)
+    assert (view.expired_count, view.expiry_age_ns) == (0, None)
+    bench.now += TTL
+    assert bench.lessor.list_engines(bench.now) == []
+    for _ in range(2):
+        bench.wait(S)
+        decode.up()
+        decode.drop_stream()
+    bench.wait(S)
+    decode.up()
+    [view] = bench.lessor.list_engines(bench.now)
+    assert (view.expired_count, view.expiry_age_ns) == (1, 3 * S)
+
+
 # ---- records ---------------------------------------------------------------------------------
 
 

@@ -111,6 +111,8 @@ async def test_the_summary_joins_what_router_and_lease_service_know():
     lease = SceneLease()
     async with router(lease=lease, announced=True) as rig:
         lease.engines[1].MergeFrom(engine(1, "decode", heartbeat_ms=1250))
+        lease.engines[1].expired_session_count = 3
+        lease.engines[1].last_expiry_age.FromMilliseconds(7500)
         lease.engines[1].description.engine_id = rig.decode.url
         lost = engine(7, "decode")
         lost.description.http_address = ""
@@ -123,6 +125,8 @@ async def test_the_summary_joins_what_router_and_lease_service_know():
             "model": MODEL,
             "vllm_version": "0.32.0",
             "heartbeat_age_s": 1.25,
+            "expired_sessions": 3,
+            "last_expiry_age_s": 7.5,
             "leases": 30,
             "block_size": 16,
             "total_blocks": 4096,

@@ -18,7 +18,9 @@ def main(argv: list[str]) -> int:
     parser = operator_parser(
         "kvturn engines",
         "Lists the engines that have a session with the lease service. Blocks of KV memory are"
-        " active (requests hold them), retained (for turns to come) or free.",
+        " active (requests hold them), retained (for turns to come) or free. Expired counts the"
+        " sessions that an engine lost for being silent; what it holds cannot be read until"
+        " it has a new one.",
     )
     add_list_flags(parser)
     args = parser.parse_args(argv)
@@ -39,6 +41,12 @@ def _shown(rows: Sequence[Fields], width: int | None) -> list[RenderableType]:
 
 def _versions(engine: Fields) -> str:
     return f"{engine['vllm_version'] or UNKNOWN} / {engine['connector_version'] or UNKNOWN}"
+
+
+def _expired(engine: Fields) -> str:
+    times = count(engine["expired_sessions"])
+    ago = engine["last_expiry_age_s"]
+    return times if ago is None else f"{times} ({span(ago)} ago)"
 
 
 def _is_late(engine: Fields) -> bool:
@@ -68,5 +76,12 @@ COLUMNS: list[Column[Fields]] = [
         right=True,
         style=lambda engine: "yellow" if _is_late(engine) else "",
         leaves=1,
+    ),
+    Column(
+        "expired",
+        _expired,
+        right=True,
+        style=lambda engine: "yellow" if engine["expired_sessions"] else "",
+        leaves=4,
     ),
 ]

@@ -91,6 +91,8 @@ def engine_fields(message: lease_pb2.Engine) -> Fields:
         "connector_version": about.connector_version,
         "session": message.session_number,
         "heartbeat_age_s": _seconds(message, "last_heartbeat_age"),
+        "expired_sessions": message.expired_session_count,
+        "last_expiry_age_s": _seconds(message, "last_expiry_age"),
         "draining": message.draining,
     }
 

@@ -7,6 +7,8 @@ from kvturn_cli.doctor.finding import Finding, counted, listed, ok, problem, war
 
 HEARTBEAT_AGES_MAX = 2
 """Heartbeat intervals after which a heartbeat is late."""
+LATELY_S = 3600.0
+"""An expiry that is longer ago is not told of: whatever was amiss is over."""
 CONNECTOR = (
     '--kv-transfer-config with "kv_connector": "KvturnConnector",'
     ' "kv_connector_module_path": "kvturn_connector.connector"'
@@ -24,8 +26,10 @@ def findings(facts: Facts) -> Iterator[Finding]:
     for engine in facts.engines:
         yield from _usable(engine, facts)
     if facts.lease.leader is not None:
+        times = facts.lease.leader.times
         for engine in facts.engines:
-            yield from _heartbeat(engine, facts.lease.leader.times.heartbeat_interval.ToSeconds())
+            yield from _heartbeat(engine, times.heartbeat_interval.ToSeconds())
+            yield from _expiries(engine, times.session_ttl.ToNanoseconds() / 1e9)
 
 
 def _roles(facts: Facts) -> Iterator[Finding]:
@@ -113,4 +117,21 @@ def _heartbeat(engine: EngineFacts, interval_s: float) -> Iterator[Finding]:
             "An engine that is silent for the session TTL loses its session, and its"
             " conversations are recomputed.",
             "give its process CPU, or raise --session-ttl of kvturn lease",
+        )
+
+
+def _expiries(engine: EngineFacts, ttl_s: float) -> Iterator[Finding]:
+    session = engine.session
+    if session is None or not session.HasField("last_expiry_age"):
+        return
+    ago_s = session.last_expiry_age.ToNanoseconds() / 1e9
+    if ago_s < LATELY_S:
+        yield warning(
+            "engines.expiries",
+            f"{engine.name} lost {counted(session.expired_session_count, 'session')}, the latest"
+            f" {ago_s:.0f} s ago: it was silent for the session TTL of {ttl_s:g} s",
+            "Nothing that it holds can be read until it registers again, and it gives up what it"
+            " holds if that takes longer than readers may (engine_lost, no_lease).",
+            "give its process CPU, look for a network that drops, or raise --session-ttl of"
+            " kvturn lease",
         )

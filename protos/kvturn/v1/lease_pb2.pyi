@@ -614,20 +614,24 @@ class RevokeLeaseResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class Engine(_message.Message):
-    __slots__ = ("description", "session_number", "lease_count", "memory", "last_heartbeat_age", "draining")
+    __slots__ = ("description", "session_number", "lease_count", "memory", "last_heartbeat_age", "draining", "expired_session_count", "last_expiry_age")
     DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
     SESSION_NUMBER_FIELD_NUMBER: _ClassVar[int]
     LEASE_COUNT_FIELD_NUMBER: _ClassVar[int]
     MEMORY_FIELD_NUMBER: _ClassVar[int]
     LAST_HEARTBEAT_AGE_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
+    EXPIRED_SESSION_COUNT_FIELD_NUMBER: _ClassVar[int]
+    LAST_EXPIRY_AGE_FIELD_NUMBER: _ClassVar[int]
     description: EngineDescription
     session_number: int
     lease_count: int
     memory: KvMemory
     last_heartbeat_age: _duration_pb2.Duration
     draining: bool
-    def __init__(self, description: _Optional[_Union[EngineDescription, _Mapping]] = ..., session_number: _Optional[int] = ..., lease_count: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., last_heartbeat_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., draining: bool = ...) -> None: ...
+    expired_session_count: int
+    last_expiry_age: _duration_pb2.Duration
+    def __init__(self, description: _Optional[_Union[EngineDescription, _Mapping]] = ..., session_number: _Optional[int] = ..., lease_count: _Optional[int] = ..., memory: _Optional[_Union[KvMemory, _Mapping]] = ..., last_heartbeat_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., draining: bool = ..., expired_session_count: _Optional[int] = ..., last_expiry_age: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class ListEnginesRequest(_message.Message):
     __slots__ = ()

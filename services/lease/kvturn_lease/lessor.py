@@ -896,6 +896,8 @@ class Lessor:
         self._tally.sessions_ended["closed" if error is None else "expired"] += 1
         if error is not None:
             self._effects.append(EndSession(_session_id(engine), error))
+            engine.expired_count += 1
+            engine.expired_ns = now_ns
         engine.session = None
         engine.outlooks.clear()
         self._effects.append(EngineChanged(engine.engine_id))
@@ -964,6 +966,8 @@ class Lessor:
             session.memory,
             now_ns - session.heartbeat_ns,
             engine.draining,
+            engine.expired_count,
+            None if engine.expired_ns is None else now_ns - engine.expired_ns,
         )
 
     # ---- leases --------------------------------------------------------------------------

@@ -118,6 +118,8 @@ class Engine:
         "displaced",
         "draining",
         "engine_id",
+        "expired_count",
+        "expired_ns",
         "fenced",
         "forget_ns",
         "incarnation",
@@ -145,6 +147,10 @@ class Engine:
         self.draining = False
         """Routers send it no new turns."""
         self.session: Session | None = None
+        self.expired_count = 0
+        """Sessions that ended for silence, in this term."""
+        self.expired_ns: int | None = None
+        """When the last of them did."""
         self.leases: dict[int, Lease] = {}
         """By retention number; ended leases included until they are released."""
         self.active_count = 0
@@ -174,3 +180,7 @@ class EngineView:
     memory: KvMemory | None
     heartbeat_age_ns: int
     draining: bool
+    expired_count: int
+    """Sessions that ended for silence, in this term."""
+    expiry_age_ns: int | None
+    """Time since the last of them did."""

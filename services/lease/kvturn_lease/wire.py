@@ -644,7 +644,10 @@ def engine(view: EngineView) -> lease_pb2.Engine:
         lease_count=view.lease_count,
         last_heartbeat_age=duration(view.heartbeat_age_ns),
         draining=view.draining,
+        expired_session_count=view.expired_count,
     )
+    if view.expiry_age_ns is not None:
+        message.last_expiry_age.CopyFrom(duration(view.expiry_age_ns))
     message.description.ParseFromString(view.description)
     if view.memory is not None:
         message.memory.total_blocks = view.memory.total_blocks

@@ -222,11 +222,14 @@ def _unused(engine: lease_pb2.Engine) -> Mapping[str, object]:
 
 def _session(engine: lease_pb2.Engine) -> Mapping[str, object]:
     about, memory = engine.description, engine.memory
+    expired = engine.HasField("last_expiry_age")
     return {
         "engine_id": about.engine_id,
         "model": about.model,
         "vllm_version": about.vllm_version,
         "heartbeat_age_s": engine.last_heartbeat_age.ToMilliseconds() / 1000,
+        "expired_sessions": engine.expired_session_count,
+        "last_expiry_age_s": engine.last_expiry_age.ToMilliseconds() / 1000 if expired else None,
         "leases": engine.lease_count,
         "block_size": about.block_size,
         "total_blocks": memory.total_blocks,

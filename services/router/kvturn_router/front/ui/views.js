@@ -124,8 +124,17 @@ function engineRow(engine, lease) {
     engineState(engine),
     count(engine.in_flight),
     sessions.length ? sessions.map(memory) : el("span", { class: "quiet small" }, withoutSession(lease)),
-    sessions.length ? sessions.map((one) => el("div", {}, ago(one.heartbeat_age_s))) : "–",
+    sessions.length ? sessions.map(heartbeat) : "–",
     sessions.length ? count(sessions.reduce((sum, one) => sum + one.leases, 0)) : "–");
+}
+
+function heartbeat(session) {
+  const parts = [ago(session.heartbeat_age_s)];
+  if (session.expired_sessions) {
+    const title = "sessions lost: it was silent for the session TTL, and what it held could not be read until it had a new one";
+    parts.push(el("div", { class: "quiet small", title }, `${count(session.expired_sessions)} expired, ${ago(session.last_expiry_age_s)}`));
+  }
+  return el("div", {}, parts);
 }
 
 function engineState(engine) {
