@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import os
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -19,6 +20,7 @@ from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn.watched import LOOK_INTERVAL_S, FileFault, Watched, warn_of_open_secrets
 from kvturn_router.config import ConfigError, parse_config
 from kvturn_router.errors import TurnError
+from kvturn_router.front import grpc_front
 from kvturn_router.request.keys import ApiKeys, operator_of
 
 ENGINES = ("--prefill=http://p:1", "--decode=http://d:1")
@@ -105,6 +107,73 @@ async def test_the_body_of_a_client_without_a_key_is_not_waited_for(keys_file: P
         client.close()
         assert answer.status == 401
         assert answer.headers["connection"] == "close"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/health", "/ready", "/metrics", "/ui", "/kvturn/v1/engines", "/kvturn/v1/settings"],
+)
+@pytest.mark.parametrize("length", ["content-length: 1000000", "transfer-encoding: chunked"])
+async def test_what_needs_no_key_takes_no_body(keys_file: Path, path: str, length: str) -> None:
+    """All bodies have one budget: nobody without a key takes what turns of others need."""
+    flags = (f"--api-keys-file={keys_file}", "--max-body-mb=1", "--max-bodies-mb=1")
+    async with router(*flags) as rig:
+        client = await rig.client()
+        client.writer.write(f"POST {path} HTTP/1.1\r\nhost: r\r\n{length}\r\n\r\n".encode())
+        client.writer.write(b"f423f\r\n" + b"x" * 990_000)
+        answer = await client.answer()
+        assert answer.status == 413
+        assert answer.headers["connection"] == "close"
+        assert "operator" in answer.json["error"]["message"]
+        # The one who sends goes on to hold its connection; the turn has room all the same.
+        turn = await rig.post(turn_body(user="x" * 100_000), headers=[bearer(KEY)])
+        assert turn.status == 200
+
+
+async def test_an_operator_may_send_any_body_where_no_key_is_needed(tmp_path: Path) -> None:
+    """In chunks too, as some clients write whatever they send."""
+    keys, admin = tmp_path / "keys", tmp_path / "admin"
+    keys.write_text(f"{KEY}\n")
+    admin.write_text(f"{OTHER}\n")
+    body = json.dumps({"url": "http://127.0.0.1:1", "role": "decode"}).encode()
+    async with router(f"--api-keys-file={keys}", f"--admin-keys-file={admin}") as rig:
+        client = await rig.client()
+        client.writer.write(
+            b"POST /kvturn/v1/engines HTTP/1.1\r\nhost: r\r\ntransfer-encoding: chunked\r\n"
+            b"authorization: Bearer %b\r\n\r\n%x\r\n%b\r\n0\r\n\r\n"
+            % (OTHER.encode(), len(body), body)
+        )
+        assert (await client.answer()).status == 200
+        short = await rig.ask("POST", "/kvturn/v1/engines", body)
+        assert short.status == 401
+
+
+async def test_a_grpc_call_without_a_key_is_refused_unread(
+    keys_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At once, whether its message is long or never comes: nothing of it is taken."""
+
+    def unread(front: object, context: object) -> None:
+        pytest.fail("its message was read")
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    monkeypatch.setattr(grpc_front.GrpcFront, "_received", unread)
+    long = router_pb2.CompleteRequest(body_json="x" * (8 << 20)).SerializeToString()
+    async with router(f"--api-keys-file={keys_file}") as rig:
+        target = f"127.0.0.1:{rig.server.grpc_port}"
+        async with grpc.aio.insecure_channel(target) as channel:
+            for method in ("Complete", "GetConversation"):
+                path = f"/kvturn.v1.RouterService/{method}"
+                for call in (
+                    channel.stream_unary(path)(never(), timeout=60),
+                    channel.unary_unary(path)(long, timeout=60),
+                ):
+                    with pytest.raises(grpc.aio.AioRpcError) as refused:
+                        await call
+                    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
 async def test_a_key_names_its_tenant_and_goes_no_further(keys_file: Path) -> None:

@@ -398,6 +398,7 @@ def _grpc(
         servicer,
         fleet,
         bodies,
+        keys=intake.keys,
         calls_max=config.turns_max + QUESTIONS_MAX,
         body_bytes_max=config.body_bytes_max,
         head_bytes_max=config.head_bytes_max,

@@ -30,6 +30,7 @@ from kvturn_router.request.conversation import (
     checked_name,
 )
 from kvturn_router.request.intake import CHAT, COMPLETIONS, Intake, TurnRequest
+from kvturn_router.request.keys import ApiKeys
 from kvturn_router.turn.forward import Forwarder
 
 logger = logging.getLogger("kvturn.router.grpc")
@@ -207,7 +208,9 @@ class GrpcFront:
     The health service answers for the process under "" and, under the service's
     name, whether a turn can be served. `calls_max` is how many calls there may
     be at once; gRPC refuses more, or has them wait at their client, unread.
-    `message_s` is how long a call's message may take to come whole.
+    `message_s` is how long a call's message may take to come whole. `keys` are
+    those of which a caller must bring one, None for none: without it a call is
+    refused before its message is taken.
     """
 
     def __init__(
@@ -216,6 +219,7 @@ class GrpcFront:
         fleet: Fleet,
         bodies: BodyBudget,
         *,
+        keys: ApiKeys | None = None,
         calls_max: int,
         message_s: float = _MESSAGE_S,
         body_bytes_max: int,
@@ -224,6 +228,7 @@ class GrpcFront:
     ) -> None:
         self._fleet = fleet
         self._bodies = bodies
+        self._keys = keys
         self._message_s = message_s
         self.used = False
         """Whether any call was made."""
@@ -322,6 +327,8 @@ class GrpcFront:
             del requests
             self.used = True
             try:
+                if self._keys is not None:  # Before anything of its message is taken.
+                    self._keys.name_of(_headers(context))
                 request, size = await self._received(context)
                 with self._bodies.holding(size):
                     return await method(request, context)

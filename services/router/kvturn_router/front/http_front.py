@@ -47,6 +47,8 @@ _WITHOUT_KEY: Final = tuple(
     path.encode() for path in ("/health", "/ready", METRICS, ENGINES, SETTINGS, SUMMARY, UI)
 )
 """How targets begin that need no key, or an operator's; all others are judged once more."""
+_WITHOUT_KEY_BODY_MAX: Final = 1024
+"""Bytes of a body there: what nobody vouches for must not take of the budget of all bodies."""
 _ROUTES: Final = ", ".join(
     (
         CHAT,
@@ -161,10 +163,15 @@ class HttpFront:
         self._authorization = authorization
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def admit(self, target: bytes, headers: dict[str, str]) -> TurnError | None:
-        """Returns what to answer a client without a key at once; None to go on."""
+    def admit(self, target: bytes, headers: dict[str, str], length: int | None) -> TurnError | None:
+        """Returns what to answer a client without a key at once; None to go on.
+
+        `length` is its body's, None where only the body's end tells it.
+        """
         if target.startswith(_WITHOUT_KEY):
-            return None
+            if length is not None and length <= _WITHOUT_KEY_BODY_MAX:
+                return None
+            return None if self._viewers.is_operator(headers) else _long_without_key()
         try:
             self._intake.tenant(headers)
         except TurnError as refusal:
@@ -442,6 +449,15 @@ def _allow(request: HttpRequest, *methods: str) -> None:
     if request.method in methods or (request.method == "HEAD" and "GET" in methods):
         return
     raise TurnError(405, f"Use {' or '.join(methods)} here.", reason="METHOD_NOT_ALLOWED")
+
+
+def _long_without_key() -> TurnError:
+    return TurnError(
+        413,
+        f"Without an operator's key a body here has at most {_WITHOUT_KEY_BODY_MAX} bytes, and "
+        "says how many by content-length.",
+        reason="BODY_TOO_LARGE",
+    )
 
 
 def _fail(answer: HttpAnswer) -> None:

@@ -156,8 +156,9 @@ Serve = Callable[["HttpAnswer", HttpRequest], None]
 """Begins to serve a request; the answer goes to the first argument."""
 
 
-Admit = Callable[[bytes, dict[str, str]], TurnError | None]
-"""Judges a request by its target and its headers; returns why it is refused, None if it is not."""
+Admit = Callable[[bytes, dict[str, str], int | None], TurnError | None]
+"""Judges a request by its target, its headers and its body's bytes, which are None where only their
+end will tell; returns why it is refused, None if it is not."""
 
 
 @dataclass(slots=True)
@@ -497,7 +498,7 @@ class ClientConnection(asyncio.Protocol):
         if size > listener.limits.body_bytes_max or size > listener.bodies.left:
             return False
         admit = listener.admit
-        if admit is not None and admit(request.target, request.headers) is not None:
+        if admit is not None and admit(request.target, request.headers, size) is not None:
             return False
         listener.bodies.left -= size
         return True
@@ -559,20 +560,22 @@ class ClientConnection(asyncio.Protocol):
             self._refuse_head()
             return
         self._upgrading = self._parser.should_upgrade()
-        length = self._headers.get("content-length", "")
-        if length.isdigit() and int(length) > self.listener.limits.body_bytes_max:
+        length = int(self._headers.get("content-length", "0"))  # The parser takes digits alone.
+        if length > self.listener.limits.body_bytes_max:
             self._refuse_body()
             return
-        if length.isdigit() and int(length) > self.listener.bodies.left:
+        if length > self.listener.bodies.left:
             self._refuse(self.listener.bodies.exhausted())
             return
-        if self._headers.get("transfer-encoding", "chunked").lower() != "chunked":
+        coding = self._headers.get("transfer-encoding")
+        if coding is not None and coding.lower() != "chunked":
             self._refuse(
                 TurnError(501, "Of codings only chunked is read here.", reason="CODING_UNKNOWN")
             )
             return
         admit = self.listener.admit
-        if admit is not None and (refusal := admit(self._target, self._headers)) is not None:
+        size = length if coding is None else None
+        if admit is not None and (refusal := admit(self._target, self._headers, size)) is not None:
             self._refuse(refusal)
         elif (
             not self._upgrading
