@@ -9,7 +9,7 @@ import pytest
 
 from kvturn.otlp import Destination
 from kvturn.v1 import common_pb2
-from kvturn_connector.config import ConfigError, ConnectorConfig
+from kvturn_connector.config import ConfigError, ConnectorConfig, turned_off_by
 from kvturn_connector.turn import NO_TURN, TEXT_BYTES_MAX, Turn, scope_of
 
 if TYPE_CHECKING:
@@ -38,6 +38,14 @@ def test_both_switches_are_needed(endpoint: str, bidirectional: bool, active: bo
     """A lease service, and upstream's own switch for reads from decode."""
     extra = {"kvturn_lease_endpoint": endpoint, "bidirectional_kv_xfer": bidirectional}
     assert ConnectorConfig.from_extra(extra).active is active
+    assert bool(turned_off_by(extra)) is not active
+
+
+def test_what_turns_the_connector_off_is_told_by_name() -> None:
+    """One switch, the other, or both."""
+    assert turned_off_by({"kvturn_lease_endpoint": "a:1"}) == ("bidirectional_kv_xfer",)
+    assert turned_off_by({"bidirectional_kv_xfer": True}) == ("kvturn_lease_endpoint",)
+    assert turned_off_by({}) == ("kvturn_lease_endpoint", "bidirectional_kv_xfer")
 
 
 def test_every_key_is_taken(tmp_path: Path) -> None:

@@ -1,12 +1,19 @@
 """What an engine tells of how it was started, and what of it the lease service takes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import ConnectorConfig
-from kvturn_connector.settings import engine_settings, machine, network, secret_check
+from kvturn_connector.settings import (
+    engine_settings,
+    machine,
+    network,
+    rdma_devices,
+    secret_check,
+)
 from kvturn_lease import wire
 from kvturn_lease.errors import InvalidArgument
 
@@ -16,6 +23,7 @@ CONFIG = ConnectorConfig.from_extra(
         "kvturn_lease_endpoint": "127.0.0.1:7600",
         "decoder_kv_blocks_ttl": 90,
         "kv_recompute_threshold": 32,
+        "kvturn_question_deadline_ms": 80,
     }
 )
 
@@ -54,6 +62,7 @@ def test_an_engine_tells_how_it_was_started() -> None:
     assert not told.prefix_caching
     assert (told.bidirectional_kv_xfer, told.kv_recompute_threshold) == (True, 32)
     assert told.decoder_kv_blocks_ttl.ToSeconds() == 90
+    assert told.question_deadline.ToMilliseconds() == 80
     assert (told.kv_load_failure_policy, told.kv_buffer_device) == ("recompute", "cpu")
     assert list(told.nixl_backends) == ["LIBFABRIC"]
     assert told.traced
@@ -106,6 +115,21 @@ def test_secrets_that_differ_show_and_are_not_told() -> None:
     assert secret_check(b"") == 0
 
 
+def test_rdma_devices_are_told_with_their_drivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """udev names EFA's by their place, so that only the driver tells what they are."""
+    monkeypatch.setattr("kvturn_connector.settings._RDMA", tmp_path / "infiniband")
+    assert rdma_devices() == []
+    for device, driver in (("rdmap16s27", "efa"), ("mlx5_0", "mlx5_core")):
+        (tmp_path / driver).mkdir()
+        place = tmp_path / "infiniband" / device / "device"
+        place.mkdir(parents=True)
+        (place / "driver").symlink_to(tmp_path / driver)
+    (tmp_path / "infiniband" / "rxe0").mkdir()
+    assert rdma_devices() == ["mlx5_0 (mlx5_core)", "rdmap16s27 (efa)", "rxe0"]
+
+
 @pytest.mark.parametrize(
     ("settings", "field"),
     [
@@ -116,6 +140,7 @@ def test_secrets_that_differ_show_and_are_not_told() -> None:
         ({"tensor_parallel_size": 65_537}, "tensor_parallel_size"),
         ({"secret_check": 65_536}, "secret_check"),
         ({"decoder_kv_blocks_ttl": {"seconds": -1}}, "decoder_kv_blocks_ttl"),
+        ({"question_deadline": {"seconds": -1}}, "question_deadline"),
     ],
 )
 def test_settings_out_of_bounds_are_refused_by_name(

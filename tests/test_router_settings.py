@@ -16,6 +16,7 @@ async def test_a_router_tells_how_it_was_started() -> None:
     lease = FakeLease()
     async with router("--plan=pull", "--holder-margin=3", lease=lease) as rig:
         answer = await rig.ask("GET", SETTINGS)
+        await lease.until(lambda: bool(lease.hellos))
     told = answer.json
     assert answer.status == 200
     assert told["lease"] == [lease.address]
@@ -23,6 +24,7 @@ async def test_a_router_tells_how_it_was_started() -> None:
     assert (told["stock_reuse"], told["workers"], told["api_keys"]) == (False, 1, False)
     assert abs(told["wall_time_s"] - time.time()) < 60
     assert told["version"]
+    assert told["router_id"] == lease.hellos[0].router_id
 
 
 async def test_where_clients_need_keys_only_an_operator_is_told(tmp_path: Path) -> None:

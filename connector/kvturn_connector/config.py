@@ -22,6 +22,9 @@ NS_PER_S = 1_000_000_000
 
 NAME_BYTES_MAX = 128
 
+SWITCHES = ("kvturn_lease_endpoint", "bidirectional_kv_xfer")
+"""Without both the connector does what the stock one does."""
+
 _PREFIX = "kvturn_"
 _OTLP_KEYS = ("kvturn_otlp_endpoint", "kvturn_otlp_protocol")
 _ACCESS_KEYS = (
@@ -119,6 +122,11 @@ class ConnectorConfig:
             nixl_progress_delay_us=_count(extra, "kvturn_nixl_progress_delay_us", 0, 0, 1_000_000),
             lease_access=_lease_access(extra),
         )
+
+
+def turned_off_by(extra: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the switches that are not set, for want of which the connector is the stock one."""
+    return tuple(key for key in SWITCHES if not extra.get(key))
 
 
 def _traces(extra: Mapping[str, Any]) -> Destination | None:

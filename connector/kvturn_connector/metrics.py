@@ -13,7 +13,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import (
     NixlPromMetrics,
 )
 
-from kvturn_connector.tally import FAMILIES, KEYS, RETAINED_BLOCKS, key_of, labels_of
+from kvturn_connector.config import turned_off_by
+from kvturn_connector.tally import FAMILIES, KEYS, OFF, RETAINED_BLOCKS, key_of, labels_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,6 +82,9 @@ class KvturnPromMetrics(NixlPromMetrics):
             for family in FAMILIES:
                 for label in labels_of(family):
                     self._child(family, engine_labels, label)
+            # vLLM builds this for a connector that is turned off, too, which reports nothing.
+            for setting in turned_off_by(_extra_config(vllm_config)):
+                self._child(OFF, engine_labels, setting).set(1)
 
     def _metric(self, family: Family, labelnames: list[str]) -> Any:
         named = {
@@ -115,3 +119,8 @@ class KvturnPromMetrics(NixlPromMetrics):
                 else:
                     for value in values:
                         child.observe(value)
+
+
+def _extra_config(vllm_config: VllmConfig) -> Mapping[str, Any]:
+    transfer = vllm_config.kv_transfer_config
+    return {} if transfer is None else transfer.kv_connector_extra_config

@@ -13,8 +13,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from google.protobuf import duration_pb2
-
 from kvturn.v1 import lease_pb2
 
 if TYPE_CHECKING:
@@ -55,13 +53,12 @@ def engine_settings(
         plain_attention=plain_attention,
         secret_check=secret_check(config.secret),
     )
+    settings.question_deadline.FromNanoseconds(config.question_deadline_ns)
     caching = _read(vllm_config, "cache_config.enable_prefix_caching")
     if isinstance(caching, bool):
         settings.prefix_caching = caching
     if _read(vllm_config, "kv_transfer_config.kv_role") != "kv_producer":
-        hold = duration_pb2.Duration()
-        hold.FromNanoseconds(config.max_hold_ns)
-        settings.decoder_kv_blocks_ttl.CopyFrom(hold)
+        settings.decoder_kv_blocks_ttl.FromNanoseconds(config.max_hold_ns)
     return settings
 
 
@@ -138,11 +135,19 @@ def _identity(read: Callable[[], str]) -> str:
 
 
 def rdma_devices() -> list[str]:
-    """Returns the names of the machine's RDMA devices."""
+    """Returns the names of the machine's RDMA devices, with their drivers.
+
+    A name alone does not tell what it is: udev names EFA's by their place, as rdmap16s27.
+    """
     try:
-        return _names(sorted(device.name for device in _RDMA.iterdir()))
+        return _names(sorted(map(_with_driver, _RDMA.iterdir())))
     except OSError:
         return []
+
+
+def _with_driver(device: Path) -> str:
+    driver = device / "device" / "driver"
+    return f"{device.name} ({driver.resolve().name})" if driver.exists() else device.name
 
 
 def secret_check(secret: bytes) -> int:

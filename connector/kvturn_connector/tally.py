@@ -10,6 +10,7 @@ from typing import Final
 
 from kvturn.metrics import Family
 from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.config import SWITCHES
 
 _SHORT_S: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0)
 _READ_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -95,6 +96,13 @@ SESSION_UP: Final = Family(
     "1 while the engine has a session with the lease service, as of its latest step: an idle "
     "engine takes none.",
 )
+OFF: Final = Family(
+    "kvturn_connector_off",
+    "gauge",
+    "1 for a setting that is not given, so that the connector does what the stock one does and "
+    "nothing is retained or read.",
+    ("setting",),
+)
 
 FAMILIES: Final = (
     RETAINED_BLOCKS,
@@ -108,12 +116,14 @@ FAMILIES: Final = (
     QUESTION,
     DIGEST,
     SESSION_UP,
+    OFF,
 )
 LABELS: Final = {
     RELEASES.name: tuple(REASONS.values()),
     GIVEN_UP.name: tuple(OUTLOOKS.values()),
     VERDICTS_GIVEN.name: tuple(VERDICTS.values()),
     READS.name: tuple(OUTCOMES.values()),
+    OFF.name: SWITCHES,
 }
 """All values of a family's label, where it has one."""
 
@@ -128,4 +138,9 @@ def labels_of(family: Family) -> tuple[str, ...]:
     return LABELS.get(family.name, ("",))
 
 
-KEYS: Final = tuple(key_of(family, label) for family in FAMILIES for label in labels_of(family))
+KEYS: Final = tuple(
+    key_of(family, label)
+    for family in FAMILIES
+    if family is not OFF  # known from the start
+    for label in labels_of(family)
+)

@@ -60,7 +60,7 @@ class EngineDescription(_message.Message):
     def __init__(self, engine_id: _Optional[str] = ..., incarnation: _Optional[str] = ..., role: _Optional[_Union[_common_pb2.EngineRole, str]] = ..., http_address: _Optional[str] = ..., nixl: _Optional[_Union[_common_pb2.NixlAddress, _Mapping]] = ..., model: _Optional[str] = ..., vllm_version: _Optional[str] = ..., connector_version: _Optional[str] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., settings: _Optional[_Union[EngineSettings, _Mapping]] = ...) -> None: ...
 
 class EngineSettings(_message.Message):
-    __slots__ = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "prefix_caching", "bidirectional_kv_xfer", "kv_load_failure_policy", "decoder_kv_blocks_ttl", "kv_recompute_threshold", "kv_buffer_device", "nixl_backends", "nixl_version", "traced", "machine", "network", "rdma_devices", "plain_attention", "secret_check")
+    __slots__ = ("dtype", "kv_cache_dtype", "tensor_parallel_size", "pipeline_parallel_size", "max_model_len", "prefix_caching", "bidirectional_kv_xfer", "kv_load_failure_policy", "decoder_kv_blocks_ttl", "kv_recompute_threshold", "kv_buffer_device", "nixl_backends", "nixl_version", "traced", "machine", "network", "rdma_devices", "plain_attention", "secret_check", "question_deadline")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     KV_CACHE_DTYPE_FIELD_NUMBER: _ClassVar[int]
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -80,6 +80,7 @@ class EngineSettings(_message.Message):
     RDMA_DEVICES_FIELD_NUMBER: _ClassVar[int]
     PLAIN_ATTENTION_FIELD_NUMBER: _ClassVar[int]
     SECRET_CHECK_FIELD_NUMBER: _ClassVar[int]
+    QUESTION_DEADLINE_FIELD_NUMBER: _ClassVar[int]
     dtype: str
     kv_cache_dtype: str
     tensor_parallel_size: int
@@ -99,7 +100,8 @@ class EngineSettings(_message.Message):
     rdma_devices: _containers.RepeatedScalarFieldContainer[str]
     plain_attention: bool
     secret_check: int
-    def __init__(self, dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., prefix_caching: bool = ..., bidirectional_kv_xfer: bool = ..., kv_load_failure_policy: _Optional[str] = ..., decoder_kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_recompute_threshold: _Optional[int] = ..., kv_buffer_device: _Optional[str] = ..., nixl_backends: _Optional[_Iterable[str]] = ..., nixl_version: _Optional[str] = ..., traced: bool = ..., machine: _Optional[str] = ..., network: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., plain_attention: bool = ..., secret_check: _Optional[int] = ...) -> None: ...
+    question_deadline: _duration_pb2.Duration
+    def __init__(self, dtype: _Optional[str] = ..., kv_cache_dtype: _Optional[str] = ..., tensor_parallel_size: _Optional[int] = ..., pipeline_parallel_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., prefix_caching: bool = ..., bidirectional_kv_xfer: bool = ..., kv_load_failure_policy: _Optional[str] = ..., decoder_kv_blocks_ttl: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ..., kv_recompute_threshold: _Optional[int] = ..., kv_buffer_device: _Optional[str] = ..., nixl_backends: _Optional[_Iterable[str]] = ..., nixl_version: _Optional[str] = ..., traced: bool = ..., machine: _Optional[str] = ..., network: _Optional[str] = ..., rdma_devices: _Optional[_Iterable[str]] = ..., plain_attention: bool = ..., secret_check: _Optional[int] = ..., question_deadline: _Optional[_Union[_duration_pb2.Duration, _Mapping]] = ...) -> None: ...
 
 class EngineSessionRequest(_message.Message):
     __slots__ = ("session_number", "sequence", "register", "heartbeat", "grant", "freed")

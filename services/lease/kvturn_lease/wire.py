@@ -213,8 +213,9 @@ def _check_settings(settings: lease_pb2.EngineSettings, field: str) -> None:
         _check(getattr(settings, name) <= most, f"{field}.{name}", f"must be at most {most}")
     most = _SECRET_CHECK_MAX
     _check(settings.secret_check <= most, f"{field}.secret_check", f"must be at most {most}")
-    if settings.HasField("decoder_kv_blocks_ttl"):
-        span_ns(settings.decoder_kv_blocks_ttl, f"{field}.decoder_kv_blocks_ttl")
+    for name in ("decoder_kv_blocks_ttl", "question_deadline"):
+        if settings.HasField(name):
+            span_ns(getattr(settings, name), f"{field}.{name}")
 
 
 def retention(message: common_pb2.Retention, field: str) -> Retention:

@@ -317,12 +317,17 @@ def _intake(config: RouterConfig) -> Intake:
     )
 
 
+def _router_id() -> str:
+    """Names this process, one of several workers, to the lease service."""
+    return f"{socket.gethostname()[:64]}:{os.getpid()}"
+
+
 def _lease(config: RouterConfig, fleet: Fleet) -> LeaseReuse:
     access = lease_access(config.lease_tls, config.lease_token_file, "--lease-token-file")
     channels = LeaseChannels(config.lease, boottime_ns, access)
     session = RouterSession(
         channels,
-        router_id=f"{socket.gethostname()[:64]}:{os.getpid()}",
+        router_id=_router_id(),
         question_deadline_ms=config.question_deadline_ms,
         listener=fleet,
         clock_ns=boottime_ns,
@@ -370,7 +375,9 @@ def _http_front(
             admin_keys=admin_keys,
             anyone_may_read=intake.keys is None or config.metrics_without_key,
         ),
-        settings=SettingsFront(config, admin_keys=admin_keys, anyone_may_see=intake.keys is None),
+        settings=SettingsFront(
+            config, _router_id(), admin_keys=admin_keys, anyone_may_see=intake.keys is None
+        ),
         viewers=viewers,
         gate=gate,
         authorization=config.engine_authorization,

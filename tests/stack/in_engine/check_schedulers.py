@@ -7,6 +7,7 @@ stand-in that notes what it is told.
 import copy
 import functools
 import sys
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from kvturn.metrics import Family
 from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_connector.config import SWITCHES
 from kvturn_connector.connector import BothScheduler, KvturnConnector
 from kvturn_connector.decode import LATE_NS, DecodeScheduler
 from kvturn_connector.metrics import KvturnStats
@@ -313,7 +315,9 @@ def check_nothing_is_offered_to_a_silent_lease_service_when_memory_is_short() ->
     assert pool.get_num_free_blocks() == POOL_BLOCKS - 40
 
 
-def shown(stats: KvturnStats) -> prometheus_client.CollectorRegistry:
+def shown(
+    stats: KvturnStats, extra: Mapping[str, object] | None = None
+) -> prometheus_client.CollectorRegistry:
     """Returns what vLLM would show of statistics."""
     registry = prometheus_client.CollectorRegistry()
     kinds = {
@@ -324,7 +328,8 @@ def shown(stats: KvturnStats) -> prometheus_client.CollectorRegistry:
             prometheus_client.Histogram,
         )
     }
-    config = SimpleNamespace(kv_transfer_config=None)
+    transfer = None if extra is None else SimpleNamespace(kv_connector_extra_config=extra)
+    config = SimpleNamespace(kv_transfer_config=transfer)
     metrics = KvturnConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
     metrics.observe(KvturnConnector.build_kv_connector_stats(stats.data).data)
     return registry
@@ -338,6 +343,16 @@ def check_all_metrics_are_there_from_the_start() -> None:
         assert (found.type, found.documentation) == (family.kind, family.about)
         given = {sample.labels.get(label) for sample in found.samples for label in family.labels}
         assert given >= set(filter(None, labels_of(family)))
+
+
+def check_metrics_tell_what_turns_the_connector_off() -> None:
+    """Also those of one that does nothing."""
+    endpoint, both = {"kvturn_lease_endpoint": "127.0.0.1:1"}, {"bidirectional_kv_xfer": True}
+    for extra in ({}, endpoint, both, {**endpoint, **both}):
+        value = shown(KvturnStats(), extra).get_sample_value
+        for setting in SWITCHES:
+            told = value("kvturn_connector_off", {"engine": "0", "setting": setting})
+            assert told == (setting not in extra)
 
 
 def check_prefill_counts_reads_verdicts_and_times() -> None:

@@ -22,13 +22,19 @@ _JSON: Final = ((b"content-type", b"application/json"),)
 class SettingsFront:
     """Serves `SETTINGS`.
 
-    `admin_keys` are operators', None for none. `anyone_may_see` says that clients need no key.
+    `router_id` is what this process calls itself to the lease service. `admin_keys` are
+    operators', None for none. `anyone_may_see` says that clients need no key.
     """
 
     def __init__(
-        self, config: RouterConfig, *, admin_keys: ApiKeys | None, anyone_may_see: bool
+        self,
+        config: RouterConfig,
+        router_id: str,
+        *,
+        admin_keys: ApiKeys | None,
+        anyone_may_see: bool,
     ) -> None:
-        self._settings = settings_of(config)
+        self._settings = {**settings_of(config), "router_id": router_id}
         self._admin_keys = admin_keys
         self._anyone_may_see = anyone_may_see
 
