@@ -30,7 +30,7 @@ from kvturn_cli.doctor.facts import Facts, RouterFacts
 from kvturn_cli.doctor.finding import Finding, Severity
 from kvturn_cli.doctor.probes.certificates import Server, probe_certificates
 from kvturn_cli.doctor.probes.collector import CollectorAccess, probe_collector
-from kvturn_cli.doctor.probes.engines import cache_config, released
+from kvturn_cli.doctor.probes.engines import cache_config, released, turned_off_by
 from kvturn_cli.doctor.probes.host import efa_provider
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask, date_clock
 from kvturn_cli.doctor.probes.router import RouterAccess
@@ -237,9 +237,29 @@ async def test_engines_without_a_session_are_told_by_what_their_metrics_show() -
         findings = await examined(rig, turns=False)
     found = [one for one in findings if one.check == "engines.session"]
     assert [one.severity for one in found] == [Severity.PROBLEM] * 2
-    by_url = {one.seen.partition(": ")[0]: one.fix for one in found}
+    by_url = {one.seen.partition(" (")[0]: one.fix for one in found}
     assert "KvturnConnector" in by_url[rig.prefill.url]
     assert by_url[rig.decode.url].startswith("set kvturn_lease_endpoint")
+
+
+async def test_an_engine_whose_connector_is_off_is_told_with_the_setting() -> None:
+    """Without bidirectional_kv_xfer it opens no session; its metrics say why."""
+    off = 'kvturn_connector_off{engine="0",setting="bidirectional_kv_xfer"} 1.0\n'
+
+    async def metrics(seen: Seen, reply: Reply) -> None:
+        await reply.whole((METRICS + off).encode())
+
+    async with deployment() as rig:
+        rig.lease.engines.pop(0)
+        await rig.lease.push(engines=rig.lease.engines)
+        rig.prefill.script("/metrics", metrics)
+        findings = await examined(rig, turns=False)
+    [finding] = [one for one in findings if one.check == "engines.session"]
+    assert finding.seen == (
+        f"{rig.prefill.url} (prefill): our connector is loaded and turned off:"
+        " bidirectional_kv_xfer not set"
+    )
+    assert finding.fix == "set bidirectional_kv_xfer to true in its kv_connector_extra_config"
 
 
 async def _nothing(seen: Seen, reply: Reply) -> None:
@@ -305,6 +325,32 @@ def test_metrics_of_vllm_are_read() -> None:
     config = cache_config(METRICS)
     assert (config.block_size, config.cache_dtype, config.prefix_caching) == ("16", "auto", True)
     assert cache_config("").prefix_caching is None
+
+
+@pytest.mark.parametrize(
+    ("told", "missing"),
+    [
+        (((0, "kvturn_lease_endpoint"), (0, "bidirectional_kv_xfer")), []),
+        (((0, "kvturn_lease_endpoint"), (1, "bidirectional_kv_xfer")), ["bidirectional_kv_xfer"]),
+        ((), None),
+    ],
+)
+def test_a_connectors_metrics_tell_what_turns_it_off(
+    told: tuple[tuple[int, str], ...], missing: list[str] | None
+) -> None:
+    """One that is older tells nothing."""
+    lines = [
+        f'kvturn_connector_off{{engine="0",model_name="m",setting="{setting}"}} {value}.0'
+        for value, setting in told
+    ]
+    assert turned_off_by("\n".join([METRICS, *lines, ""])) == missing
+
+
+def test_what_is_no_number_is_not_counted() -> None:
+    """Whatever answers there may say anything."""
+    for text in ("1.2.3", "..", "1e+999", "9" * 400):
+        page = f'kvturn_connector_releases_total{{reason="idle"}} {text}\n'
+        assert released(page) == {}
 
 
 def test_a_date_header_tells_a_clock_to_a_few_seconds() -> None:

@@ -29,7 +29,7 @@ from kvturn_cli.doctor.facts import (
 )
 from kvturn_cli.doctor.finding import Finding, Severity, counted
 from kvturn_cli.doctor.report import TITLES, document, lines
-from kvturn_cli.doctor.verdicts import CAUSES
+from kvturn_cli.doctor.verdicts import CAUSES, cause_of
 
 ROUTER = "http://10.0.0.2:8000"
 PREFILL, DECODE = "http://10.0.0.5:8100", "http://10.0.0.6:8200"
@@ -53,6 +53,7 @@ def engine(role: str, **settings: Any) -> lease_pb2.Engine:
         "bidirectional_kv_xfer": True,
         "kv_load_failure_policy": "recompute",
         "kv_recompute_threshold": 64,
+        "question_deadline": seconds(0.05),
         "kv_buffer_device": "cuda",
         "nixl_backends": ["UCX"],
         "nixl_version": "1.5.1",
@@ -324,6 +325,24 @@ def test_a_leader_without_a_routers_session_is_a_problem() -> None:
     assert "--lease" in only(with_leader(routers=[]), "lease.routers", PROBLEM).fix
 
 
+def test_sessions_of_other_routers_are_not_ours() -> None:
+    """A leader that refuses our router may have taken another one."""
+    finding = only(with_settings(router_id="host:7"), "lease.routers", PROBLEM)
+    assert finding.seen.startswith("our router has no session with the leader (1 other)")
+    assert not amiss(with_settings(router_id="r1"))
+
+
+def test_whether_our_router_has_a_session_is_not_guessed() -> None:
+    """A router that does not tell its name, or so many that the list may be cut."""
+    many = with_leader(routers=[lease_pb2.Router(router_id=f"o{n}") for n in range(1_000)])
+    assert many.router.settings is not None
+    named = replace(many.router, settings=replace(many.router.settings, router_id="host:7"))
+    for facts in (healthy(), replace(many, router=named)):
+        [finding] = [one for one in diagnose(facts) if one.check == "lease.routers"]
+        assert finding.severity == Severity.OK
+        assert "whether ours is among them is not told" in finding.seen
+
+
 # --- Engines --------------------------------------------------------------------------------------
 
 
@@ -353,6 +372,89 @@ def test_an_engine_without_an_address_cannot_be_preferred() -> None:
     assert (
         "kvturn_http_address" in only(replace(facts, router=router), "engines.address", PROBLEM).fix
     )
+
+
+@pytest.mark.parametrize(
+    ("missing", "seen", "fix"),
+    [
+        (
+            ["bidirectional_kv_xfer"],
+            "bidirectional_kv_xfer not set",
+            "bidirectional_kv_xfer to true",
+        ),
+        (["kvturn_lease_endpoint"], "kvturn_lease_endpoint not set", "lease service's address"),
+        ([], "has no session", "its log says why"),
+    ],
+)
+def test_a_connector_that_is_turned_off_says_by_what(
+    missing: list[str], seen: str, fix: str
+) -> None:
+    """The finding names the engine, its side and the setting, and nothing that is set."""
+    facts = with_engines(engine("prefill"))
+    probe = EngineProbe(DECODE, connector_loaded=True, turned_off_by=missing)
+    finding = only(replace(facts, probes=[EngineProbe(PREFILL), probe]), "engines.session", PROBLEM)
+    assert finding.seen.startswith(f"{DECODE} (decode): our connector is loaded and ")
+    assert seen in finding.seen
+    assert fix in finding.fix
+    assert "if both are" not in finding.fix
+
+
+def unplaced(*named: str, loaded: dict[str, bool] = {}) -> Facts:  # noqa: B006 (only read)
+    """Returns a deployment whose decode engine tells no address, and what flags name for decode."""
+    decode = engine("decode")
+    decode.description.http_address = ""
+    facts = with_engines(engine("prefill"), decode)
+    seen = [RouterEngine(url, "decode", ["flags"]) for url in named]
+    router = replace(facts.router, engines=[RouterEngine(PREFILL, "prefill", ["flags"]), *seen])
+    probes = [EngineProbe(url, connector_loaded=loaded.get(url, True)) for url in (PREFILL, *named)]
+    return replace(facts, router=router, probes=probes)
+
+
+def test_an_engine_that_flags_name_may_be_the_one_that_tells_no_address() -> None:
+    """It is served and read from, and never preferred: one warning, and no engine is told twice."""
+    facts = unplaced(DECODE)
+    finding = only(facts, "engines.address", WARNING)
+    assert finding.seen == (
+        f"decode-0 does not say its HTTP address; the router knows {DECODE} by name"
+    )
+    assert "1 decode engine: decode-0" in [one.seen for one in diagnose(facts)]
+
+
+def test_of_more_addresses_than_sessions_one_has_none() -> None:
+    """Which one nobody knows, unless the metrics of one show no connector."""
+    other = "http://10.0.0.7:8200"
+    found = {one.check: one for one in amiss(unplaced(DECODE, other))}
+    assert found["engines.address"].severity == WARNING
+    assert found["engines.session"].seen.endswith(
+        f"(unless it is decode-0, which tells no address; then {DECODE} has none)"
+    )
+    found = {one.check: one for one in amiss(unplaced(DECODE, other, loaded={DECODE: False}))}
+    assert found["engines.session"].seen == (
+        f"{DECODE} (decode): no session with the lease service, and its metrics show no kvturn"
+        " connector"
+    )
+    assert f"the router knows {other} by name" in found["engines.address"].seen
+
+
+def test_where_the_routers_engines_are_hidden_an_address_may_be_named() -> None:
+    """So that a session without one is no more than a warning."""
+    facts = unplaced()
+    router = replace(facts.router, engines=None, settings=None, hidden="only an operator may")
+    found = {one.check: one.severity for one in amiss(replace(facts, router=router))}
+    assert found["engines.address"] == WARNING
+
+
+def test_who_drains_an_engine_can_take_it_up_again() -> None:
+    """The lease service, for all routers, or this router alone."""
+    drained = engine("decode")
+    drained.draining = True
+    both = [RouterEngine(PREFILL, "prefill"), RouterEngine(DECODE, "decode", draining=True)]
+    for facts in (with_engines(engine("prefill"), drained), healthy()):
+        router = replace(facts.router, engines=both)
+        fix = only(replace(facts, router=router), "engines.used", WARNING).fix
+        by_session = facts.lease.engines is not None and facts.lease.engines[1].draining
+        assert ("kvturn drain decode-0 --undo" in fix) == by_session
+        assert (f"POST {ROUTER}/kvturn/v1/engines/drain?url={DECODE}" in fix) != by_session
 
 
 @pytest.mark.parametrize(
@@ -388,6 +490,24 @@ def test_a_late_heartbeat_is_a_warning() -> None:
         "--session-ttl"
         in only(with_engines(engine("prefill"), late), "engines.heartbeat", WARNING).fix
     )
+
+
+def test_a_heartbeat_is_late_by_its_own_interval() -> None:
+    """Which may be a fraction of a second."""
+    late = engine("decode")
+    late.last_heartbeat_age.FromMilliseconds(600)
+    facts = with_leader(
+        times=lease_pb2.LeaseTimes(
+            session_ttl=seconds(1),
+            heartbeat_interval=seconds(0.25),
+            longest_read=seconds(3),
+            idle=seconds(60),
+            max_hold=seconds(480),
+        )
+    )
+    facts = replace(facts, lease=replace(facts.lease, engines=[engine("prefill"), late]))
+    found = [one.seen for one in amiss(facts) if one.check == "engines.heartbeat"]
+    assert found == ["decode-0: its last heartbeat is 0.6 s old, one is due each 0.25 s"]
 
 
 def test_sessions_that_were_lost_lately_are_a_warning() -> None:
@@ -455,7 +575,9 @@ def test_parts_of_other_versions_are_told() -> None:
     facts = with_engines(engine("prefill"), engine("decode", nixl_version="1.4.1"))
     assert "1.4.1: decode-0" in only(facts, "versions.nixl", WARNING).seen
     routers = [lease_pb2.Router(router_id="r2", version="0.2.0")]
-    assert "0.2.0: router r2" in only(with_leader(routers=routers), "versions.kvturn", WARNING).seen
+    finding = only(with_leader(routers=routers), "versions.kvturn", WARNING)
+    assert "0.2.0: router r2" in finding.seen
+    assert "lease services first, then routers, then engines" in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -463,7 +585,6 @@ def test_parts_of_other_versions_are_told() -> None:
     [
         ({"dtype": "float16"}, "alike.dtype", PROBLEM),
         ({"kv_cache_dtype": "fp8"}, "alike.kv_cache_dtype", PROBLEM),
-        ({"bidirectional_kv_xfer": False}, "alike.bidirectional_kv_xfer", PROBLEM),
         ({"secret_check": 7}, "alike.secret", PROBLEM),
         ({"kv_buffer_device": "cpu"}, "alike.kv_buffer_device", PROBLEM),
         ({"tensor_parallel_size": 2}, "alike.tensor_parallel_size", WARNING),
@@ -528,6 +649,9 @@ def test_a_question_must_leave_time_to_read() -> None:
     """3 s are the longest read."""
     facts = with_settings(question_deadline_ms=2_950)
     assert "--question-deadline-ms" in only(facts, "times.question", WARNING).fix
+    slow = engine("prefill", question_deadline=seconds(2.95))
+    finding = only(with_engines(slow, engine("decode")), "times.question", WARNING)
+    assert "kvturn_question_deadline_ms of prefill-0" in finding.fix
 
 
 def test_lease_services_go_by_the_same_times() -> None:
@@ -622,6 +746,13 @@ def test_what_is_not_reached_is_a_warning_unless_here_is_where_engines_are() -> 
     only(facts, "reach.http", WARNING)
 
 
+def test_of_a_large_fleet_it_is_told_how_many_were_not_tried() -> None:
+    """Doctor asks the first ones only."""
+    facts = healthy()
+    seen = [one.seen for one in diagnose(replace(facts, probes=facts.probes[:1]))]
+    assert "1 of 2 addresses not tried: the fleet is large" in seen
+
+
 def test_backends_must_have_one_in_common() -> None:
     """LIBFABRIC against UCX reads nothing; one more on one side may be slow."""
     fabric = {"nixl_backends": ["LIBFABRIC"], "rdma_devices": ["efa_0"]}
@@ -642,8 +773,24 @@ def fabric(*devices: str, host: HostFacts = HostFacts()) -> Facts:  # noqa: B008
 
 def test_libfabric_without_efa_is_silently_slow() -> None:
     """Seen by the devices of the engine's machine, wherever doctor runs."""
-    assert "mlx5_0" in only(fabric("mlx5_0"), "transfer.efa", PROBLEM).seen
-    assert not amiss(fabric("efa_0", "efa_1"))
+    assert "mlx5_0" in only(fabric("mlx5_0 (mlx5_core)"), "transfer.efa", PROBLEM).seen
+    assert not amiss(fabric("efa_0", "rdmap16s27 (efa)"))
+
+
+def over_ucx(*devices: str, machine: str = "machine-decode") -> Facts:
+    """Returns a deployment over UCX, whose decode engine has these RDMA devices."""
+    decode = engine("decode", rdma_devices=list(devices), machine=machine)
+    return with_engines(engine("prefill"), decode)
+
+
+def test_ucx_where_there_is_efa_alone_may_be_silently_slow() -> None:
+    """Not beside other RDMA devices, nor between engines of one machine."""
+    finding = only(over_ucx("rdmap16s27 (efa)", "efa_1"), "transfer.efa", WARNING)
+    assert "decode-0 asks for UCX" in finding.seen
+    assert '"backends": ["LIBFABRIC"]' in finding.fix
+    assert not amiss(over_ucx("efa_0", "mlx5_0 (mlx5_core)"))
+    assert not amiss(over_ucx("efa_0", machine="machine-prefill"))
+    assert not amiss(over_ucx())
 
 
 def test_on_the_engines_machine_libfabric_itself_is_asked() -> None:
@@ -725,6 +872,46 @@ def test_memory_that_is_too_small_is_told() -> None:
     assert "40 free" in only(with_engines(engine("prefill"), full), "memory.free", WARNING).seen
 
 
+def pressed(policy: str, **released: int) -> Facts:
+    """Returns a deployment that gave retentions up, and whose second turn found its own gone."""
+    facts = with_leader(policy=policy)
+    return replace(
+        facts,
+        probes=[EngineProbe(PREFILL), EngineProbe(DECODE, released=released)],
+        turns=[turn("first_turn"), turn("released")],
+    )
+
+
+@pytest.mark.parametrize(
+    ("facts", "memory", "turns"),
+    [
+        (pressed("idle", pressure=50, idle=10), "lower --idle", ""),
+        (pressed("idle", pressure=50, idle=90), "", ""),
+        (pressed("idle", pressure=1, idle=90), None, "raise --idle"),
+        (pressed("pressure", pressure=50), "", ""),
+        (pressed("pressure", consumed=50), None, "more KV memory"),
+        (pressed("fixed-ttl", consumed=50), None, "more KV memory"),
+    ],
+)
+def test_a_report_does_not_contradict_itself_about_memory(
+    facts: Facts, memory: str | None, turns: str
+) -> None:
+    """The idle time is raised where memory is not short, lowered where it is, if it has any effect
+    at all."""
+    found = {one.check: one.fix for one in amiss(facts)}
+    assert ("memory.pressure" in found) == (memory is not None)
+    assert (memory or "KV memory") in found.get("memory.pressure", "more KV memory")
+    assert (turns or "findings on memory") in found["turns.reuse"]
+    mentions = [fix for fix in found.values() if "--idle" in fix]
+    assert len(mentions) == ("--idle" in f"{memory}{turns}")
+
+
+def test_under_a_fixed_ttl_that_is_what_ends_retentions() -> None:
+    """Neither the idle time nor the longest hold does."""
+    facts = replace(with_leader(policy="fixed-ttl"), turns=[turn("first_turn"), turn("expired")])
+    assert "--fixed-ttl" in only(facts, "turns.reuse", PROBLEM).fix
+
+
 @pytest.mark.parametrize(
     ("collector", "words"),
     [
@@ -757,9 +944,10 @@ def test_the_commonest_fallback_is_explained() -> None:
     """First turns count neither way."""
     told = [(f"c{n}", "released", 3) for n in range(6)] + [(f"d{n}", "reused", 3) for n in range(8)]
     told += [("e", "expired", 2)] + [(f"f{n}", "first_turn", 1) for n in range(40)]
-    finding = only(with_conversations(*told), "traffic.fallbacks", WARNING)
+    facts = with_conversations(*told)
+    finding = only(facts, "traffic.fallbacks", WARNING)
     assert "7 of 15 turns that might have reused did not, 6 of them released" in finding.seen
-    assert (finding.why, finding.fix) == CAUSES["released"]
+    assert (finding.why, finding.fix) == cause_of("released", facts)
 
 
 def test_few_fallbacks_and_doctors_own_turns_are_no_matter() -> None:
@@ -798,12 +986,33 @@ def test_the_second_turn_shows_that_all_works_together() -> None:
 def test_why_the_second_turn_did_not_reuse_is_explained(verdict: str) -> None:
     """From its verdict, with the reason of its plan."""
     second = turn(verdict, plan="recompute", plan_reason=f"{verdict} no_holder")
-    [finding] = amiss(healthy(turns=[turn("first_turn"), second]))
+    facts = healthy(turns=[turn("first_turn"), second])
+    [finding] = amiss(facts)
     assert finding.check == "turns.reuse"
     assert verdict in finding.seen
     mild = verdict in ("cheaper_to_compute", "below_threshold")
     assert finding.severity == (WARNING if mild else PROBLEM)
-    assert mild or (finding.why, finding.fix) == CAUSES[verdict]
+    assert mild or (finding.why, finding.fix) == cause_of(verdict, facts)
+
+
+def test_a_local_turn_is_in_order_only_if_enough_came_from_the_cache() -> None:
+    """Decode serves it alone either way; only the usage tells how much it computed anew."""
+
+    def served(**more: Any) -> Facts:
+        return healthy(turns=[turn("first_turn"), turn("local", plan="local", **more)])
+
+    [finding] = [one for one in diagnose(served(local_tokens=900)) if one.check == "turns.reuse"]
+    assert finding.severity == Severity.OK
+    assert "no read from decode was needed, so none was seen (--plan pull" in finding.seen
+    finding = only(served(local_tokens=0), "turns.reuse", PROBLEM)
+    assert "only 0 of 1,000 prompt tokens from its cache" in finding.seen
+    assert "--no-enable-prefix-caching" in finding.fix
+    assert "memory" in finding.fix
+    only(served(local_tokens=499), "turns.reuse", PROBLEM)
+    found = {one.check: one for one in amiss(served(details_told=False))}
+    assert found["turns.reuse"].severity == WARNING
+    assert "cannot be seen" in found["turns.reuse"].seen
+    assert "--enable-prompt-tokens-details" in found["turns.reuse"].fix
 
 
 def test_each_verdict_of_the_contract_is_explained() -> None:

@@ -69,13 +69,6 @@ EQUAL = (
         "give both the same --block-size",
     ),
     _Equal(
-        "alike.bidirectional_kv_xfer",
-        "bidirectional_kv_xfer",
-        _flag("bidirectional_kv_xfer"),
-        "Both sides must agree to D->P reads, or none happens.",
-        "set bidirectional_kv_xfer to true in kv_connector_extra_config of both",
-    ),
-    _Equal(
         "alike.secret",
         "check number of kvturn_secret_file",
         _flag("secret_check"),

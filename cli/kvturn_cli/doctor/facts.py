@@ -88,6 +88,8 @@ class RouterSettings:
     otlp_endpoint: str | None = None
     otlp_protocol: str | None = None
     """None also of a router that does not tell it."""
+    router_id: str = ""
+    """What it calls itself to the lease service: of several workers, the one that answered."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +128,8 @@ class EngineProbe:
     vllm_version: str = ""
     connector_loaded: bool | None = None
     """Whether its metrics have those of our connector; None if they could not be read."""
+    turned_off_by: Sequence[str] | None = None
+    """Settings for want of which our connector does nothing; None if it does not tell."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     released: dict[str, int] = field(default_factory=dict)
     """Retentions that it freed since it started, by reason."""
@@ -256,6 +260,11 @@ class Facts:
     def stock(self) -> bool:
         """Whether the router reuses through stock engines' handles."""
         return self.router.settings is not None and self.router.settings.stock_reuse
+
+    @property
+    def policy(self) -> str:
+        """What ends retentions, as the leader says; "" if none is known to lead."""
+        return self.lease.leader.policy if self.lease.leader is not None else ""
 
     @property
     def engines(self) -> list["EngineFacts"]:

@@ -8,7 +8,7 @@ be right, wherever doctor runs.
 import ipaddress
 from collections.abc import Iterator, Sequence
 
-from kvturn_cli.doctor.facts import EngineFacts, Facts
+from kvturn_cli.doctor.facts import EngineFacts, Facts, place_of
 from kvturn_cli.doctor.finding import Finding, counted, listed, ok, problem, warning
 
 _OTHER_SIDE = "Prefill and decode read each other's KV through it."
@@ -105,6 +105,11 @@ def _tried_side_channels(facts: Facts) -> Iterator[Finding]:
             reached.append(f"{channel.engine_id} ({address})")
     if reached:
         yield ok("reach.side_channel", f"reached from here: {listed(reached)}")
+    told = sum(
+        one.session is not None and one.session.description.HasField("nixl")
+        for one in facts.engines
+    )
+    yield from _not_tried("reach.side_channel", told, len(facts.side_channels))
 
 
 def _tried_http(facts: Facts) -> Iterator[Finding]:
@@ -125,6 +130,14 @@ def _tried_http(facts: Facts) -> Iterator[Finding]:
         )
     if reached:
         yield ok("reach.http", f"reached from here: {listed(reached)}")
+    addresses = {place_of(engine.url) for engine in facts.engines if engine.url}
+    yield from _not_tried("reach.http", len(addresses), len(facts.probes))
+
+
+def _not_tried(check: str, known: int, tried: int) -> Iterator[Finding]:
+    """Tells that of a large fleet only the first ones are asked."""
+    if tried < known:
+        yield ok(check, f"{known - tried:,} of {known:,} addresses not tried: the fleet is large")
 
 
 def _unreachable(facts: Facts, check: str, name: str, seen: str, why: str, fix: str) -> Finding:

@@ -1,10 +1,16 @@
 """Lease services and router: are they there, who leads, do they know each other."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from kvturn_cli.doctor.facts import Facts, LeaseFacts, LeaseProcess, RouterFacts
+from kvturn_cli.doctor.facts import Facts, LeaseFacts, LeaseProcess, RouterFacts, RouterSettings
 from kvturn_cli.doctor.finding import Finding, counted, listed, ok, problem, warning
 
+if TYPE_CHECKING:
+    from kvturn.v1.lease_pb2 import Router
+
+ROUTERS_TOLD_MAX = 1_000
+"""Routers that a lease service tells of."""
 NO_REUSE = "Without a leader of the lease service nothing is reused; turns are recomputed."
 STORE_UNAVAILABLE = "STORE_UNAVAILABLE"
 
@@ -188,17 +194,22 @@ def _acquainted(facts: Facts) -> Iterator[Finding]:
         )
     if settings is None or leader is None or not settings.lease:
         return
-    if leader.routers:
-        turns = sum(one.turns_in_flight for one in leader.routers)
-        yield ok(
-            "lease.routers",
-            f"{counted(len(leader.routers), 'router')} with a session,"
-            f" {counted(turns, 'turn')} in flight",
-        )
-        return
-    yield problem(
+    yield _session_of_router(settings, leader.routers)
+
+
+def _session_of_router(settings: RouterSettings, routers: Sequence["Router"]) -> Finding:
+    """Judges whether our router is among those that the leader knows."""
+    known = f"{counted(len(routers), 'router')} with a session"
+    turns = f"{counted(sum(one.turns_in_flight for one in routers), 'turn')} in flight"
+    ours = settings.router_id
+    if any(one.router_id == ours for one in routers):
+        return ok("lease.routers", f"{known}, ours among them, {turns}")
+    if routers and (not ours or len(routers) >= ROUTERS_TOLD_MAX):
+        return ok("lease.routers", f"{known}, {turns}; whether ours is among them is not told")
+    others = f" ({counted(len(routers), 'other')})" * bool(routers)
+    return problem(
         "lease.routers",
-        f"no router has a session with the leader; ours is to ask {listed(settings.lease)}",
+        f"our router has no session with the leader{others}; it is to ask {listed(settings.lease)}",
         "The router asks nobody who holds a conversation (lease_service_unreachable).",
         "see the router's log; check --lease, --lease-ca and --lease-token-file of kvturn router",
     )

@@ -25,7 +25,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     leader = facts.lease.leader
     if leader is None:
         return
-    faults = [*_holds(facts), *_router(facts), *_differing(facts)]
+    faults = [*_holds(facts), *_questions(facts), *_differing(facts)]
     yield from faults
     if not faults:
         times = leader.times
@@ -66,7 +66,7 @@ def _holds(facts: Facts) -> Iterator[Finding]:
                 f"{engine.name} holds KV for {hold_s:g} s, conversations become idle after"
                 f" {_s(leader.times.idle):g} s",
                 "Turns that come before they are idle find nothing (expired).",
-                f"{raise_it}, or lower --idle of kvturn lease",
+                raise_it,
             )
         elif hold_s < _s(_longest(leader)):
             yield warning(
@@ -74,7 +74,7 @@ def _holds(facts: Facts) -> Iterator[Finding]:
                 f"{engine.name} holds KV for {hold_s:g} s, the lease service keeps leases for up"
                 f" to {_s(_longest(leader)):g} s",
                 "Clients are promised more than decode keeps when they say how long they are away.",
-                f"{raise_it}, or lower --max-hold of kvturn lease",
+                f"{raise_it}, or lower {_longest_flag(leader)} of kvturn lease",
             )
 
 
@@ -83,21 +83,32 @@ def _longest(leader: "DescribeServiceResponse") -> "Duration":
     return leader.times.fixed_ttl if leader.policy == "fixed-ttl" else leader.times.max_hold
 
 
-def _router(facts: Facts) -> Iterator[Finding]:
+def _longest_flag(leader: "DescribeServiceResponse") -> str:
+    return "--fixed-ttl" if leader.policy == "fixed-ttl" else "--max-hold"
+
+
+def _questions(facts: Facts) -> Iterator[Finding]:
+    """Whoever asks the lease service waits for so short that time is left to read."""
     leader, settings = facts.lease.leader, facts.router.settings
     assert leader is not None
-    if settings is None:
-        return
-    deadline_s, read_s = settings.question_deadline_ms / 1_000, _s(leader.times.longest_read)
-    if deadline_s + READ_MARGIN_S >= read_s:
-        yield warning(
-            "times.question",
-            f"the router waits up to {deadline_s:g} s for an answer, a read lasts {read_s:g} s at"
-            " most",
-            "A question that takes as long as a read leaves no time to read.",
-            "lower --question-deadline-ms of kvturn router, or raise --longest-read of kvturn"
-            " lease",
-        )
+    read_s = _s(leader.times.longest_read)
+    asking = []
+    if settings is not None:
+        flag = "--question-deadline-ms of kvturn router"
+        asking.append(("the router", settings.question_deadline_ms / 1_000, flag))
+    for engine in facts.of_role("prefill"):
+        if engine.settings is not None and engine.settings.HasField("question_deadline"):
+            key = f"kvturn_question_deadline_ms of {engine.name}"
+            asking.append((engine.name, _s(engine.settings.question_deadline), key))
+    for name, deadline_s, setting in asking:
+        if deadline_s + READ_MARGIN_S >= read_s:
+            yield warning(
+                "times.question",
+                f"{name} waits up to {deadline_s:g} s for an answer, a read lasts {read_s:g} s at"
+                " most",
+                "A question that takes as long as a read leaves no time to read.",
+                f"lower {setting}, or raise --longest-read of kvturn lease",
+            )
 
 
 def _differing(facts: Facts) -> Iterator[Finding]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvturn.v1 import common_pb2
 from kvturn_cli.doctor.facts import Facts
 from kvturn_cli.doctor.finding import Finding, counted, listed, ok, warning
-from kvturn_cli.doctor.verdicts import CAUSES, NO_FAULT, REUSED
+from kvturn_cli.doctor.verdicts import NO_FAULT, REUSED, cause_of
 
 if TYPE_CHECKING:
     from kvturn.v1.lease_pb2 import Conversation
@@ -32,7 +32,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
     if not conversations:
         yield ok("traffic.fallbacks", "no conversation of a client is known yet")
         return
-    yield _fallbacks(conversations)
+    yield _fallbacks(facts, conversations)
     yield _naming(conversations)
 
 
@@ -41,7 +41,7 @@ def is_minted(conversation_id: str) -> bool:
     return _MINTED.fullmatch(conversation_id) is not None
 
 
-def _fallbacks(conversations: Sequence["Conversation"]) -> Finding:
+def _fallbacks(facts: Facts, conversations: Sequence["Conversation"]) -> Finding:
     verdicts = Counter(
         common_pb2.Verdict.Name(one.latest_turn.verdict).removeprefix("VERDICT_").lower()
         for one in conversations
@@ -58,7 +58,7 @@ def _fallbacks(conversations: Sequence["Conversation"]) -> Finding:
         for verdict, count in verdicts.most_common()
         if verdict not in NO_FAULT | REUSED
     )
-    cause = CAUSES.get(common)
+    cause = cause_of(common, facts)
     return warning(
         "traffic.fallbacks",
         f"{later - reused:,} of {later:,} turns that might have reused did not, {count:,} of them"

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from kvturn_cli.doctor.facts import EngineFacts, Facts
 from kvturn_cli.doctor.finding import Finding, counted, listed, ok, problem, warning
 
-LIBFABRIC = "LIBFABRIC"
-EFA_DEVICE = "efa"
+LIBFABRIC, UCX = "LIBFABRIC", "UCX"
+EFA = "efa"
 _SILENT = (
     "Without EFA, libfabric takes TCP without a word, and reads take many times as long"
     " (read_too_long)."
@@ -27,6 +27,9 @@ def findings(facts: Facts) -> Iterator[Finding]:
     fabric = [one for one in told if one.settings and LIBFABRIC in one.settings.nixl_backends]
     for engine in fabric:
         yield from _efa(engine, facts)
+    # Engines of one machine need no network: there UCX is the fast one.
+    if len({one.settings.machine for one in told if one.settings} - {""}) != 1:
+        yield from _ucx(told)
 
 
 def _alike(told: list[EngineFacts]) -> Iterator[Finding]:
@@ -57,10 +60,30 @@ def _alike(told: list[EngineFacts]) -> Iterator[Finding]:
         )
 
 
+def is_efa(device: str) -> bool:
+    """Tells whether an RDMA device is EFA, by its name or by its driver in brackets."""
+    return device.startswith(EFA) or device.endswith(f" ({EFA})")
+
+
+def _ucx(told: list[EngineFacts]) -> Iterator[Finding]:
+    for engine in told:
+        assert engine.settings is not None
+        backends, devices = engine.settings.nixl_backends, engine.settings.rdma_devices
+        if UCX in backends and LIBFABRIC not in backends and devices and all(map(is_efa, devices)):
+            yield warning(
+                "transfer.efa",
+                f"{engine.name} asks for UCX, and its machine has no RDMA devices but EFA"
+                f" ({counted(len(devices), 'device')})",
+                "UCX does not read over EFA as over other RDMA devices: it may take TCP without a"
+                " word, and reads take many times as long (read_too_long).",
+                'set "backends": ["LIBFABRIC"] in kv_connector_extra_config of all engines',
+            )
+
+
 def _efa(engine: EngineFacts, facts: Facts) -> Iterator[Finding]:
     settings, host = engine.settings, facts.host
     assert settings is not None
-    devices = [name for name in settings.rdma_devices if name.startswith(EFA_DEVICE)]
+    devices = [device for device in settings.rdma_devices if is_efa(device)]
     here = bool(host.machine) and settings.machine == host.machine
     if not devices:
         others = listed(settings.rdma_devices) or "none"

@@ -4,10 +4,13 @@ from collections.abc import Iterator
 
 from kvturn_cli.doctor.facts import DrivenTurn, Facts
 from kvturn_cli.doctor.finding import Finding, ok, problem, warning
-from kvturn_cli.doctor.verdicts import CAUSES, REUSED
+from kvturn_cli.doctor.verdicts import REUSED, cause_of
 
 KEPT_SHARE_MIN = 0.5
 """Share of the second prompt that must not have been computed again."""
+_NO_READ = (
+    "no read from decode was needed, so none was seen (--plan pull of kvturn router has it read)"
+)
 
 
 def findings(facts: Facts) -> Iterator[Finding]:
@@ -36,7 +39,7 @@ def findings(facts: Facts) -> Iterator[Finding]:
         f"two turns served, {first.prompt_tokens:,} and then"
         f" {second.prompt_tokens:,} prompt tokens",
     )
-    yield _reuse(first, second)
+    yield _reuse(facts, first, second)
     yield from _usage(second)
 
 
@@ -44,15 +47,11 @@ def _times(first: DrivenTurn, second: DrivenTurn) -> str:
     return f"TTFT {first.ttft_ms:.0f} ms, then {second.ttft_ms:.0f} ms"
 
 
-def _reuse(first: DrivenTurn, second: DrivenTurn) -> Finding:
+def _reuse(facts: Facts, first: DrivenTurn, second: DrivenTurn) -> Finding:
     kept, whole = second.kept_tokens, second.prompt_tokens
     enough = kept >= KEPT_SHARE_MIN * whole > 0
     if second.verdict == "local":
-        return ok(
-            "turns.reuse",
-            f"local: the decode engine that holds the conversation served the second turn alone,"
-            f" {kept:,} of {whole:,} prompt tokens from its cache; {_times(first, second)}",
-        )
+        return _local(first, second, enough=enough)
     if second.verdict in REUSED and second.reused_tokens and enough:
         read = f" in {second.read_ms:.1f} ms" if second.read_ms else ""
         local = f" and {second.local_tokens:,} from prefill's own cache" * bool(second.local_tokens)
@@ -65,7 +64,7 @@ def _reuse(first: DrivenTurn, second: DrivenTurn) -> Finding:
         return ok(
             "turns.reuse",
             f"below_threshold: {second.local_tokens:,} of {whole:,} prompt tokens were in"
-            f" prefill's own cache, too few were left to read; {_times(first, second)}",
+            f" prefill's own cache, {_NO_READ}; {_times(first, second)}",
         )
     if second.verdict in REUSED | {"below_threshold"}:
         return warning(
@@ -75,11 +74,40 @@ def _reuse(first: DrivenTurn, second: DrivenTurn) -> Finding:
             "The reply or the chat template changes what came before it.",
             "see that the chat template renders earlier turns alike in later ones",
         )
-    return _not_reused(first, second)
+    return _not_reused(facts, first, second)
 
 
-def _not_reused(first: DrivenTurn, second: DrivenTurn) -> Finding:
-    cause = CAUSES.get(second.verdict)
+def _local(first: DrivenTurn, second: DrivenTurn, *, enough: bool) -> Finding:
+    """The holder served the turn by itself: how much of it came from its cache."""
+    kept, whole = second.kept_tokens, second.prompt_tokens
+    seen = "local: the decode engine that holds the conversation served the second turn alone"
+    if enough:
+        return ok(
+            "turns.reuse",
+            f"{seen}, {kept:,} of {whole:,} prompt tokens from its cache; {_NO_READ};"
+            f" {_times(first, second)}",
+        )
+    if not kept and not second.details_told:
+        return warning(
+            "turns.reuse",
+            f"{seen}; how many prompt tokens came from its cache cannot be seen;"
+            f" {_times(first, second)}",
+            "Only usage.prompt_tokens_details tells it, and decode's answer has none.",
+            "start every engine with --enable-prompt-tokens-details",
+        )
+    return problem(
+        "turns.reuse",
+        f"{seen}, with only {kept:,} of {whole:,} prompt tokens from its cache;"
+        f" {_times(first, second)}",
+        "Decode computed the rest anew: its prefix caching is off, its memory so short that the"
+        " blocks were taken by others, or the chat template changes what came before.",
+        "start decode without --no-enable-prefix-caching; see the findings on memory; see that the"
+        " chat template renders earlier turns alike in later ones",
+    )
+
+
+def _not_reused(facts: Facts, first: DrivenTurn, second: DrivenTurn) -> Finding:
+    cause = cause_of(second.verdict, facts)
     seen = f"the second turn was computed anew: {second.verdict or 'no verdict was told'}"
     reason = f" ({second.plan}: {second.plan_reason})" if second.plan_reason else ""
     seen += f"{reason}; {_times(first, second)}"

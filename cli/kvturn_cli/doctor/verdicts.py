@@ -2,6 +2,9 @@
 
 from typing import NamedTuple
 
+from kvturn_cli.doctor import memory
+from kvturn_cli.doctor.facts import Facts
+
 REUSED = frozenset({"reused", "partial_prefix", "local"})
 """Verdicts of turns that used retained KV."""
 NO_FAULT = frozenset({"first_turn", "turned_off", "ended", "cheaper_to_compute", "below_threshold"})
@@ -39,8 +42,8 @@ CAUSES = {
     "released": Cause(
         "The retention was given up: the conversation was idle, memory was short, or a newer turn"
         " took its place.",
-        "raise --idle or take --policy pressure of kvturn lease; have clients send keepalive; see"
-        " the findings on memory",
+        "see which reason kvturn_lease_releases_total names most: idle wants a longer --idle or"
+        " --policy pressure of kvturn lease, pressure more memory for decode",
     ),
     "expired": Cause(
         "The retention reached its longest hold before the next turn came.",
@@ -105,3 +108,42 @@ CAUSES = {
         " kvturn_lease_endpoint",
     ),
 }
+
+_GIVEN_UP = "The retention was given up: memory is short on decode, or a newer turn took its place."
+_RELEASED_WHERE_MEMORY_IS_SHORT = Cause(
+    _GIVEN_UP,
+    "make room first, as the findings on memory say; see that a conversation's turns come one after"
+    " the other",
+)
+_RELEASED_WHERE_NOTHING_IS_IDLE = Cause(
+    _GIVEN_UP,
+    "give decode engines more KV memory or start another one; see that a conversation's turns come"
+    " one after the other",
+)
+_RELEASED = {
+    "idle": Cause(
+        "The retention was given up: the conversation was idle, or a newer turn took its place.",
+        "raise --idle or take --policy pressure of kvturn lease; have clients send keepalive",
+    ),
+    "pressure": _RELEASED_WHERE_NOTHING_IS_IDLE,
+    "fixed-ttl": _RELEASED_WHERE_NOTHING_IS_IDLE,
+}
+"""By the policy that ends retentions."""
+_EXPIRED_BY_FIXED_TTL = CAUSES["expired"]._replace(
+    fix="raise --fixed-ttl of kvturn lease, or take another --policy"
+)
+
+
+def cause_of(verdict: str, facts: Facts) -> Cause | None:
+    """Returns why a turn got a verdict in this deployment; None for one that is not known here.
+
+    What is to be done about a retention that ended early depends on what ends retentions there:
+    while memory is short a longer idle time would only make it shorter.
+    """
+    if verdict == "released":
+        if memory.is_short(facts):
+            return _RELEASED_WHERE_MEMORY_IS_SHORT
+        return _RELEASED.get(facts.policy, CAUSES[verdict])
+    if verdict == "expired" and facts.policy == "fixed-ttl":
+        return _EXPIRED_BY_FIXED_TTL
+    return CAUSES.get(verdict)

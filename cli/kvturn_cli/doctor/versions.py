@@ -94,7 +94,7 @@ def _own(facts: Facts, sessions: list[EngineFacts]) -> Iterator[Finding]:
         "kvturn",
         parts,
         "Parts of other versions work together only as far as both know of a thing.",
-        "update all parts to one version: lease services first, then connectors, then routers",
+        "update all parts to one version: lease services first, then routers, then engines",
     )
 
 

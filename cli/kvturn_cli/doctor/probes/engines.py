@@ -14,7 +14,9 @@ from kvturn_cli.doctor.reach import is_loopback, is_unspecified
 ENGINES_MAX = 64
 """Engines that are asked; of a larger fleet the first ones."""
 _OURS = "kvturn_connector_retained_blocks"
-_RELEASED = re.compile(r"^kvturn_connector_releases_total\{(.*)\} ([0-9.e+]+)$", re.MULTILINE)
+_NUMBER = r"([0-9]{1,20}(?:\.[0-9]+)?(?:e[+-][0-9]{2})?)"
+_RELEASED = re.compile(rf"^kvturn_connector_releases_total\{{(.*)\}} {_NUMBER}$", re.MULTILINE)
+_OFF = re.compile(rf"^kvturn_connector_off\{{(.*)\}} {_NUMBER}$", re.MULTILINE)
 _CACHE = re.compile(r"^vllm:cache_config_info\{(.*)\} ", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
@@ -40,6 +42,7 @@ async def probe_engine(url: str, tls: ssl.SSLContext | None, timeout_s: float) -
         vllm_version=_version(version),
         connector_loaded=_OURS in text if text else None,
         cache=cache_config(text),
+        turned_off_by=turned_off_by(text),
         released=released(text),
         clock=health.clock,
     )
@@ -65,6 +68,17 @@ def released(metrics: str) -> dict[str, int]:
         reason = dict(_LABEL.findall(labels)).get("reason", "")
         counts[reason] = counts.get(reason, 0) + int(float(value))
     return counts
+
+
+def turned_off_by(metrics: str) -> list[str] | None:
+    """Returns for want of which settings an engine's connector does nothing.
+
+    None of one that does not tell.
+    """
+    told = {
+        dict(_LABEL.findall(labels)).get("setting", ""): v for labels, v in _OFF.findall(metrics)
+    }
+    return sorted(setting for setting, value in told.items() if float(value)) if told else None
 
 
 def cache_config(metrics: str) -> CacheConfig:
