@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 
+from kvturn_cli.checkout import default_vllm_python
 from kvturn_cli.ports import pick_free
 from kvturn_connector.config import ConnectorConfig
 from kvturn_router.config import parse_config
@@ -29,6 +30,9 @@ FOLDER = ROOT / "deploy" / "baremetal"
 SCRIPTS = ("start.sh", "sweep.sh", "cleanup.sh")
 UNITS = sorted((FOLDER / "systemd").iterdir())
 GUARD_S = 120
+LATE_ADDRESS_S = 300
+TRY_S = 5
+"""What a try of a unit takes that finds no address, at most."""
 PAIR = ("P_IP=10.0.0.5", "D_IP=10.0.0.6")
 LOCAL = ("P_IP=127.0.0.1", "D_IP=127.0.0.1")
 ENGINE = (*PAIR, "MODEL=meta-llama/Llama-3.1-8B-Instruct")
@@ -181,6 +185,16 @@ def test_more_settings_reach_vllm_and_the_connector() -> None:
     assert ConnectorConfig.from_extra(extra).max_hold_ns == 60 * 10**9
 
 
+def test_a_key_of_ones_own_stands_once_in_the_place_of_the_scripts() -> None:
+    """Of lease services there may be several, though LEASE_IP is one."""
+    both = "10.0.0.5:7600,10.0.0.6:7600"
+    more = f'EXTRA_CONFIG={{"kvturn_lease_endpoint": "{both}"}}'
+    command = dry("ROLE=prefill", *ENGINE, more)
+    text = command[command.index("--kv-transfer-config") + 1]
+    assert text.count("kvturn_lease_endpoint") == 1
+    assert text.count(both) == 1
+
+
 def test_the_router_accepts_its_command() -> None:
     """Also with IPv6 addresses, which stand in brackets in URLs."""
     command = dry("ROLE=router", "P_IP=fd00::5", "D_IP=fd00::6")
@@ -231,6 +245,40 @@ def test_a_file_holds_the_variables_of_all_scripts(tmp_path: Path) -> None:
         (("ROLE=prefill", *ENGINE, "EXTRA_CONFIG={a}"), "EXTRA_CONFIG={a}: not a JSON object"),
         (("ROLE=prefill", *ENGINE, "EXTRA_CONFIG=[]"), "EXTRA_CONFIG=[]: must be a JSON object"),
         (("ROLE=prefill", *ENGINE, "SIDE_PORT=8100"), "SIDE_PORT=8100: P_PORT has the same port"),
+        (
+            ("ROLE=router", *PAIR, "LEASE_PORT=8000"),
+            "LEASE_PORT=8000: ROUTER_PORT has the same port on 10.0.0.5; change one of them",
+        ),
+        (("ROLE=router", *PAIR, "GRPC_PORT=8000"), "GRPC_PORT=8000: ROUTER_PORT has the same"),
+        (("ROLE=router", *LOCAL, "D_PORT=8100"), "D_PORT=8100: P_PORT has the same"),
+        (("ROLE=prefill", *ENGINE, "LEASE_PORT=5600"), "LEASE_PORT=5600: SIDE_PORT has the same"),
+        (
+            ("ROLE=prefill", *ENGINE, 'EXTRA_CONFIG={"backends": ["LIBFABRIC"]}'),
+            ": backends is what BACKEND says; take it out and set BACKEND",
+        ),
+        (
+            ("ROLE=prefill", *ENGINE, 'EXTRA_CONFIG={"bidirectional_kv_xfer": false}'),
+            ": bidirectional_kv_xfer is what BIDIR says",
+        ),
+        (
+            ("ROLE=prefill", *ENGINE, "BIDIR=off", 'EXTRA_CONFIG={"kvturn_engine_name": "a"}'),
+            ": kvturn_engine_name is what NAME says",
+        ),
+        (
+            ("ROLE=prefill", *ENGINE, 'EXTRA_CONFIG={"a": 1, "a": 2}'),
+            ": a stands in it twice; take one out",
+        ),
+        (
+            ("ROLE=prefill", *ENGINE, 'EXTRA_CONFIG={"a": {}}, "kv_role": {"a": 1}'),
+            ": not a JSON object",
+        ),
+        (
+            ("ROLE=decode", *ENGINE, "VLLM_ARGS=--port=9000"),
+            "VLLM_ARGS: --port is what D_PORT says; take it out and set D_PORT",
+        ),
+        (("ROLE=decode", *ENGINE, "VLLM_ARGS=--max_model_len 9"), "--max_model_len is what MAX_M"),
+        (("ROLE=lease", *PAIR, "LEASE_ARGS=--port 1"), "LEASE_ARGS: --port is what LEASE_PORT"),
+        (("ROLE=router", *PAIR, "ROUTER_ARGS=--grpc-port 1"), "--grpc-port is what GRPC_PORT"),
         (("ROLE=prefill", *ENGINE, "D_IP=127.0.0.1"), "reached on its own machine only"),
         (("ROLE=prefill", *ENGINE, "DEVICE=cpu", "BACKEND=LIBFABRIC"), "set BACKEND=UCX"),
         (("ROLE=prefill", *ENGINE, "RUN_DIR=here"), "RUN_DIR=here: must be an absolute path"),
@@ -331,6 +379,65 @@ def test_a_libfabric_without_efa_is_found_before_nixl_goes_by_tcp(
     found = [line for line in done.stderr.splitlines() if "BACKEND=LIBFABRIC" in line]
     assert len(found) == (0 if told is None else 1), found
     assert told is None or told in found[0]
+
+
+@pytest.mark.parametrize("taken", ["nixl_cu12", "nixl_cu13"])
+def test_the_plugin_that_nixl_takes_is_looked_at_and_no_other(tmp_path: Path, taken: str) -> None:
+    """NIXL for two versions of CUDA, of which one needs what is not there.
+
+    What CUDA's own packages bring is on no loader's path, and is not missing.
+    """
+    lacking = {
+        "nixl_cu12": "libfabric.so.1 libhwloc.so.15 libcudart.so.12",
+        "nixl_cu13": "libcudart.so.13 libcuda.so.1 libserdes.so",
+    }
+    for package, libraries in lacking.items():
+        plugin = tmp_path / f"{package}.libs" / "nixl" / "libplugin_LIBFABRIC.so"
+        plugin.parent.mkdir(parents=True)
+        plugin.write_text("".join(f"\t{name} => not found\n" for name in libraries.split()))
+        (tmp_path / package).mkdir()
+        (tmp_path / package / "__init__.py").touch()
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").write_text(f"import {taken} as _pkg\n")
+    for name, text in {"fi_info": "exit 0", "ldd": 'exec cat "$1"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    done = script(
+        *("start.sh", "--check", "ROLE=prefill", *LOCAL, "BACKEND=LIBFABRIC", "MODEL=/models/a"),
+        f"VLLM_PYTHON={sys.executable}",
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHONPATH": str(tmp_path)},
+    )
+    found = [line for line in done.stderr.splitlines() if "BACKEND=LIBFABRIC" in line]
+    if taken == "nixl_cu13":
+        assert not found
+    else:
+        (line,) = found
+        assert "plugin does not find libfabric.so.1 libhwloc.so.15; install them" in line
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.32.0"])
+def test_the_guide_quotes_what_engines_log(version: str) -> None:
+    """Lines of an engine's log are ones of vLLM's NIXL connector or of NIXL's plugin."""
+    environment = default_vllm_python(version).parent.parent
+    sources = [
+        file.read_bytes()
+        for pattern in (
+            "vllm/distributed/kv_transfer/kv_connector/v1/nixl/*.py",
+            "nixl_cu*.libs/nixl/libplugin_LIBFABRIC.so",
+        )
+        for file in environment.glob(f"lib/python*/site-packages/{pattern}")
+    ]
+    if not sources:
+        pytest.skip("no such vLLM here: make setup")
+    rows = re.findall(
+        r"^\| engine's log: (.*?) \|", (FOLDER / "README.md").read_text(), re.MULTILINE
+    )
+    quoted = [
+        part for row in rows for text in re.findall(r"`([^`]+)`", row) for part in text.split(": ")
+    ]
+    assert len(quoted) >= len(rows) > 1
+    for part in quoted:
+        assert any(part.encode() in source for source in sources), part
 
 
 # --- Processes -----------------------------------------------------------------------------------
@@ -482,6 +589,16 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
         ["systemd-analyze", "verify", "--man=no", *files], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)
+def test_units_are_tried_until_an_address_is_there_and_not_for_ever(unit: Path) -> None:
+    """At a boot each try fails within seconds, and the next comes when RestartSec is over."""
+    set_to = dict(re.findall(r"^(\w+)=(\d+)$", unit.read_text(), re.MULTILINE))
+    tries, pause_s = int(set_to["StartLimitBurst"]), int(set_to["RestartSec"])
+    tried_s = (tries - 1) * pause_s
+    assert tried_s >= LATE_ADDRESS_S
+    assert tried_s + tries * TRY_S < int(set_to["StartLimitIntervalSec"])
 
 
 @pytest.mark.parametrize("unit", UNITS, ids=lambda unit: unit.name)

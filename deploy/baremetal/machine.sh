@@ -144,17 +144,16 @@ check_fabric() {
     fi
 }
 
-# missing_libraries: prints which libraries from outside NIXL its libfabric plugin lacks.
+# missing_libraries: prints which libraries from outside NIXL its libfabric plugin lacks. The plugin is
+# of the package that NIXL takes itself, of those for CUDA 12 and 13 beside each other. What it needs
+# of NIXL and of CUDA is loaded before it, from folders that no loader searches.
 missing_libraries() {
     ask_python "$VLLM_PYTHON" '
-import glob, importlib.util, os
-spec = importlib.util.find_spec("nixl")
-folder = os.path.dirname(os.path.dirname(spec.origin)) if spec and spec.origin else ""
-found = glob.glob(folder + "/nixl_*.libs/nixl/libplugin_LIBFABRIC.so")
-print(found[0] if found else "")
+import os, nixl
+folder = os.environ.get("NIXL_PLUGIN_DIR") or os.path.dirname(nixl._pkg.__file__) + ".libs/nixl"
+print(folder + "/libplugin_LIBFABRIC.so")
 ' || return 0
-    [[ -n $ANSWER ]] || return 0
-    ldd "$ANSWER" 2>/dev/null | awk '/not found/ && /libfabric|libhwloc|libnuma|libcudart/ {print $1}' |
+    ldd "${ANSWER##*$'\n'}" 2>/dev/null | awk '/not found/ && /libfabric|libhwloc|libnuma/ {print $1}' |
         paste -sd ' ' -
 }
 

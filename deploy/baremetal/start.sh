@@ -63,16 +63,14 @@ derive() {
     case $ROLE in
     prefill) OWN_IP=$P_IP PORT=$P_PORT PORT_SETTING=P_PORT SIDE_PORT=${SIDE_PORT:-5600} ;;
     decode) OWN_IP=$D_IP PORT=$D_PORT PORT_SETTING=D_PORT SIDE_PORT=${SIDE_PORT:-5700} ;;
-    lease) OWN_IP=$LEASE_IP PORT=$LEASE_PORT NAME=${NAME:-lease} ;;
-    router) OWN_IP=$ROUTER_IP PORT=$ROUTER_PORT NAME=${NAME:-router} ;;
+    lease) OWN_IP=$LEASE_IP PORT=$LEASE_PORT PORT_SETTING=LEASE_PORT NAME=${NAME:-lease} ;;
+    router) OWN_IP=$ROUTER_IP PORT=$ROUTER_PORT PORT_SETTING=ROUTER_PORT NAME=${NAME:-router} ;;
     esac
     NAME=${NAME:-$ROLE-0}
+    if [[ -n $ROLE ]]; then derive_ports; fi
     [[ $ROLE == prefill || $ROLE == decode ]] || return 0
     need MODEL meta-llama/Llama-3.1-8B-Instruct
     SERVED_NAME=${SERVED_NAME:-$(basename "${MODEL:-model}")}
-    if [[ $SIDE_PORT == "$PORT" ]]; then
-        problem "SIDE_PORT=$SIDE_PORT: $PORT_SETTING has the same port; change one of them"
-    fi
     if [[ $DEVICE == cpu && $BACKEND == LIBFABRIC ]]; then
         problem "BACKEND=LIBFABRIC: has not been tried with DEVICE=cpu; set BACKEND=UCX"
     fi
@@ -84,9 +82,77 @@ derive() {
     fi
 }
 
-# Prints the value of --kv-transfer-config.
+# The addresses that the process listens on, and those that it is told: each is another one's.
+derive_ports() {
+    local own=("$PORT_SETTING=$OWN_IP:$PORT") told=("LEASE_PORT=$LEASE_IP:$LEASE_PORT") entry place
+    local -A taken=()
+    case $ROLE in
+    lease) told=() ;;
+    router)
+        own+=("GRPC_PORT=$ROUTER_IP:$GRPC_PORT")
+        told+=("P_PORT=$P_IP:$P_PORT" "D_PORT=$D_IP:$D_PORT")
+        ;;
+    *)
+        own+=("SIDE_PORT=$OWN_IP:$SIDE_PORT")
+        [[ $BIDIR == on ]] || told=()
+        ;;
+    esac
+    for entry in "${own[@]}" ${told[@]+"${told[@]}"}; do
+        place=${entry#*=}
+        if [[ -n ${taken[$place]-} ]]; then
+            problem "${entry%%=*}=${place##*:}: ${taken[$place]} has the same port on ${place%:*}; change one of them"
+        fi
+        taken[$place]=${entry%%=*}
+    done
+}
+
+# add_arguments SETTING FLAG=VARIABLE...: adds the words of SETTING to COMMAND. A flag that a variable
+# sets is refused: of two the last would win, and other processes be told the first.
+add_arguments() {
+    local setting=$1 words word pair
+    shift
+    read -ra words <<<"${!setting}"
+    for word in ${words[@]+"${words[@]}"}; do
+        word=${word%%=*}
+        for pair in "$@"; do
+            if [[ ${word//_/-} == "${pair%%=*}" ]]; then
+                problem "$setting: $word is what ${pair#*=} says; take it out and set ${pair#*=}"
+            fi
+        done
+    done
+    COMMAND+=(${words[@]+"${words[@]}"})
+}
+
+# extra_json OWN: sets ANSWER to the JSON object OWN with the keys of EXTRA_CONFIG, which go over it.
+# Keys that are a variable's are a problem.
+extra_json() {
+    ask_python python3 '
+import json, sys
+own, more = sys.argv[1:3]
+variables = dict(pair.split("=") for pair in sys.argv[3:])
+def once(pairs):
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            sys.exit(f"{key} stands in it twice; take one out")
+    return dict(pairs)
+try:
+    more = json.loads(more or "{}", object_pairs_hook=once)
+except ValueError:
+    sys.exit("not a JSON object; write it as {\"key\": \"value\"}")
+for key in more:
+    if key in variables:
+        sys.exit(f"{key} is what {variables[key]} says; take it out and set {variables[key]}")
+print(json.dumps({**json.loads(own), **more}))
+' "$1" "$EXTRA_CONFIG" backends=BACKEND bidirectional_kv_xfer=BIDIR kvturn_engine_name=NAME || {
+        problem "EXTRA_CONFIG=$EXTRA_CONFIG: ${ANSWER##*$'\n'}"
+        ANSWER={}
+    }
+}
+
+# Sets CONNECTOR to the value of --kv-transfer-config.
 connector_json() {
-    local extra='"backends": ["'$BACKEND'"]' buffer="" role=kv_producer more
+    local extra='"backends": ["'$BACKEND'"]' buffer="" role=kv_producer
     [[ $ROLE == decode ]] && role=kv_consumer
     if [[ $BIDIR == on ]]; then
         extra+=', "bidirectional_kv_xfer": true'
@@ -99,21 +165,16 @@ connector_json() {
         # Engines on CPUs share their cores; NIXL's idle threads must not spin on them.
         if [[ $BIDIR == on ]]; then extra+=', "kvturn_nixl_progress_delay_us": 1000'; fi
     fi
-    more=${EXTRA_CONFIG#\{} more=${more%\}}
-    if [[ -n ${more//[[:space:]]/} ]]; then extra+=", $more"; fi
-    printf '%s' '{"kv_connector": "KvturnConnector", ' \
-        '"kv_connector_module_path": "kvturn_connector.connector", ' \
-        '"kv_role": "'$role'", '"$buffer"'"kv_load_failure_policy": "recompute", ' \
-        '"kv_connector_extra_config": {'"$extra"'}}'
+    extra_json "{$extra}"
+    CONNECTOR='{"kv_connector": "KvturnConnector", '
+    CONNECTOR+='"kv_connector_module_path": "kvturn_connector.connector", '
+    CONNECTOR+='"kv_role": "'$role'", '$buffer'"kv_load_failure_policy": "recompute", '
+    CONNECTOR+='"kv_connector_extra_config": '$ANSWER'}'
 }
 
 # Sets ENVIRONMENT and COMMAND for an engine.
 engine_command() {
-    local more json
-    json=$(connector_json)
-    if ! python3 -c 'import json, sys; json.loads(sys.argv[1])' "$json" 2>/dev/null; then
-        problem "EXTRA_CONFIG=$EXTRA_CONFIG: not a JSON object; write it as '{\"key\": \"value\"}'"
-    fi
+    connector_json
     # Transfers and questions between the nodes never go through a proxy.
     ENVIRONMENT=("VLLM_HOST_IP=$OWN_IP" "VLLM_NIXL_SIDE_CHANNEL_HOST=$OWN_IP"
         "VLLM_NIXL_SIDE_CHANNEL_PORT=$SIDE_PORT" VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
@@ -132,12 +193,14 @@ engine_command() {
     # `vllm serve` looks for a distribution of that name, which CPU builds are not.
     COMMAND=("$VLLM_PYTHON" -m vllm.entrypoints.openai.api_server --model "$MODEL"
         --served-model-name "$SERVED_NAME" --host "$OWN_IP" --port "$PORT"
-        --enable-prompt-tokens-details --kv-transfer-config "$json")
+        --enable-prompt-tokens-details --kv-transfer-config "$CONNECTOR")
     if [[ -n $MAX_MODEL_LEN ]]; then COMMAND+=(--max-model-len "$MAX_MODEL_LEN"); fi
     if [[ $PREFIX_CACHING == off ]]; then COMMAND+=(--no-enable-prefix-caching); fi
     device_command
-    read -ra more <<<"$VLLM_ARGS"
-    COMMAND+=(${more[@]+"${more[@]}"})
+    add_arguments VLLM_ARGS --model=MODEL --served-model-name=SERVED_NAME "--port=$PORT_SETTING" \
+        --kv-transfer-config=EXTRA_CONFIG --max-model-len=MAX_MODEL_LEN --tensor-parallel-size=TP \
+        -tp=TP --gpu-memory-utilization=GPU_MEMORY --enable-prefix-caching=PREFIX_CACHING \
+        --no-enable-prefix-caching=PREFIX_CACHING
 }
 
 device_command() {
@@ -161,19 +224,17 @@ device_command() {
 
 # Sets ENVIRONMENT and COMMAND for the lease service or the router.
 service_command() {
-    local more
     ENVIRONMENT=("no_proxy=${no_proxy:+$no_proxy,}$P_IP,$D_IP,$LEASE_IP")
     if [[ $ROLE == lease ]]; then
         COMMAND=("$KVTURN" lease --host "$LEASE_IP" --port "$LEASE_PORT")
-        read -ra more <<<"$LEASE_ARGS"
+        add_arguments LEASE_ARGS --port=LEASE_PORT
     else
         COMMAND=("$KVTURN" router --host "$ROUTER_IP" --port "$ROUTER_PORT" --grpc-port "$GRPC_PORT"
             --lease "$(url_host "$LEASE_IP"):$LEASE_PORT"
             --prefill "http://$(url_host "$P_IP"):$P_PORT"
             --decode "http://$(url_host "$D_IP"):$D_PORT")
-        read -ra more <<<"$ROUTER_ARGS"
+        add_arguments ROUTER_ARGS --port=ROUTER_PORT --grpc-port=GRPC_PORT
     fi
-    COMMAND+=(${more[@]+"${more[@]}"})
 }
 
 # is_ready: tells whether the process serves. What speaks TLS or gRPC is only asked for its port.
