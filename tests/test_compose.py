@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import yaml
 
+from kvturn_cli.stack import SHARED_CPU
 from kvturn_connector.config import ConnectorConfig
 from kvturn_lease import config as lease_config
 from kvturn_router import config as router_config
@@ -205,6 +206,44 @@ def test_kvturn_takes_the_settings(service: str, tmp_path: Path) -> None:
         assert router.drain_notice_s > 2, "the balancer must see that a router is not ready"
 
 
+def test_engines_that_share_cores_keep_their_sessions() -> None:
+    """What ships is for the profile that ships: engines on the CPUs of the rest, as kvturn up."""
+    assert settings()["COMPOSE_PROFILES"] == "cpu"
+    shipped = services_of(FOLDER / "compose.yaml")
+    trust = shipped["lease-1"]["environment"]["KVTURN_LEASE_SESSION_TTL"]
+    up = lease_config.parse_config(SHARED_CPU, {}).lessor.session_ttl_ns
+    assert lease_config.parse_config([f"--session-ttl={trust}"], {}).lessor.session_ttl_ns == up
+    usual_ms = router_config.parse_config(["--lease=lease:7600"], {}).question_deadline_ms
+    assert shipped["router-1"]["environment"]["KVTURN_ROUTER_QUESTION_DEADLINE_MS"] > usual_ms
+
+
+def test_routers_give_up_before_the_balancer_does() -> None:
+    """It waits for longer than a turn can be silent: in line, in prefill, and in decode."""
+    given = services_of(FOLDER / "compose.yaml")["router-1"]["environment"]
+    names = ("QUEUE_TIMEOUT_S", "PREFILL_TIMEOUT_S", "DECODE_TIMEOUT_S")
+    own = {f"KVTURN_ROUTER_{name}": given.get(f"KVTURN_ROUTER_{name}") for name in names}
+    environment = {name: str(value) for name, value in own.items() if value is not None}
+    router = router_config.parse_config(["--lease=lease:7600"], environment)
+    silence_s = router.queue_s + router.prefill_timeout_s + router.decode_timeout_s
+    text = (FOLDER / "balancer" / "haproxy.cfg").read_text()
+    routers, _, _ = text.partition("frontend self")
+    waits = re.findall(r"^    timeout (client|server) (\d+)([smh])$", routers, re.MULTILINE)
+    assert [name for name, _, _ in waits] == ["client", "server"]
+    assert all(int(number) * SECONDS[unit] > silence_s for _, number, unit in waits)
+
+
+def test_engines_have_a_name_for_who_they_run_as() -> None:
+    """No image has an entry for user 10001, and torch asks for its name."""
+    for file in DOCKERFILES:
+        if file.name.startswith("engine"):
+            set_to = dict(
+                word.split("=", 1)
+                for words in re.findall(r"^ENV (.+)$", file.read_text(), re.MULTILINE)
+                for word in words.split()
+            )
+            assert set_to["USER"] == set_to["LOGNAME"] != "", file.name
+
+
 @pytest.mark.parametrize("service", ["router-1", "router-2", "balancer"])
 def test_turns_have_time_to_end(service: str) -> None:
     """Compose kills nothing that still drains: its grace is longer than the process's own."""
@@ -365,6 +404,9 @@ def test_a_value_of_the_wrong_kind_is_named(name: str) -> None:
         ({"QUESTION_DEADLINE_MS": "0"}, "QUESTION_DEADLINE_MS=0: "),
         ({"COMPOSE_PROFILES": "gpu", "GPU_DECODE": "0"}, "GPU_PREFILL and GPU_DECODE both"),
         ({"COMPOSE_PROFILES": "gpu", "GPU_DECODE": "1,2"}, "GPU_DECODE=1,2 names 2 GPUs"),
+        # As with `--profile`, of which compose tells no container.
+        ({"COMPOSE_PROFILES": "cpu", "GPU_DECODE": "0"}, "GPU_PREFILL and GPU_DECODE both"),
+        ({"COMPOSE_PROFILES": "gpu", "CPU_KV_CACHE_GIB": "6"}, "CPU_KV_CACHE_GIB=6 does not fit"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(changes: dict[str, str], said: str) -> None:

@@ -50,10 +50,10 @@ def stack(engine: DockerEngine, image_names: dict[str, str]) -> Iterator[Compose
         **image_names,
         **{name: str(pick_free(taken)) for name in PORTS},
         "COMPOSE_PROFILES": "cpu",
-        # Two cores run ten services: nothing here is about how soon they answer.
+        # Two cores run ten services and these tests: nothing here is about how soon they answer.
         "QUESTION_DEADLINE_MS": "1000",
-        "SESSION_TTL_S": "20",
         "HEALTH_TIMEOUT_S": "10",
+        # Reads are what is shown, also where costs would say to compute.
         "ROUTER_PLAN": "pull",
     }
     made = ComposeStack(engine, variables, "kvturn-test")

@@ -176,19 +176,16 @@ def contradictions(values: Mapping[str, str]) -> list[str]:
         for one, other in itertools.combinations(PORTS, 2)
         if int(values[one]) == int(values[other])
     ]
-    profiles = names(values["COMPOSE_PROFILES"])
-    if "cpu" in profiles and "gpu" in profiles:
+    if {"cpu", "gpu"} <= set(names(values["COMPOSE_PROFILES"])):
         told.append("COMPOSE_PROFILES: cpu and gpu engines have the same names; choose one")
-    elif "cpu" in profiles:
-        cache = int(values["CPU_KV_CACHE_GIB"]) * GIB
-        if cache >= size(values["CPU_MEMORY"]):
-            told.append(
-                f"CPU_KV_CACHE_GIB={values['CPU_KV_CACHE_GIB']} does not fit into"
-                f" CPU_MEMORY={values['CPU_MEMORY']}; lower it or raise CPU_MEMORY"
-            )
-    elif "gpu" in profiles:
-        told += gpu_contradictions(values)
-    return told
+    # Whatever COMPOSE_PROFILES says: --profile, or naming a service, starts engines without it.
+    cache = int(values["CPU_KV_CACHE_GIB"]) * GIB
+    if cache >= size(values["CPU_MEMORY"]):
+        told.append(
+            f"CPU_KV_CACHE_GIB={values['CPU_KV_CACHE_GIB']} does not fit into"
+            f" CPU_MEMORY={values['CPU_MEMORY']}; lower it or raise CPU_MEMORY"
+        )
+    return told + gpu_contradictions(values)
 
 
 def gpu_contradictions(values: Mapping[str, str]) -> list[str]:

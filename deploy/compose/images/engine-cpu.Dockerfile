@@ -49,5 +49,7 @@ COPY --from=model /models /models
 COPY --from=connector /opt/connector /opt/connector
 COPY deploy/compose/images/engine deploy/compose/images/is-healthy /usr/local/bin/
 ENV PATH=/opt/vllm/bin:$PATH PYTHONPATH=/opt/connector PYTHONUNBUFFERED=1 HOME=/tmp
+# Nobody is called 10001 in here, and torch asks for the name of who it runs as.
+ENV USER=kvturn LOGNAME=kvturn
 USER 10001:10001
 ENTRYPOINT ["engine"]

@@ -19,6 +19,8 @@ FROM ${VLLM_IMAGE}
 COPY --from=connector /opt/connector /opt/connector
 COPY deploy/compose/images/engine deploy/compose/images/is-healthy /usr/local/bin/
 ENV PYTHONPATH=/opt/connector PYTHONUNBUFFERED=1 HOME=/tmp
+# Nobody is called 10001 in here, and torch asks for the name of who it runs as.
+ENV USER=kvturn LOGNAME=kvturn
 # What the connector needs is vLLM's own requirement too; an image without it is refused here.
 RUN python3 -c 'import grpc, nixl, opentelemetry.sdk, kvturn_connector'
 USER 10001:10001
