@@ -152,6 +152,16 @@ class StubEngine:
         """Answers requests for a path with `play` from now on."""
         self._plays[path] = play
 
+    def script_once(self, path: str, play: Play) -> None:
+        """Answers the next request for a path with `play`, those after it as before."""
+        before = self._plays.get(path, self._default)
+
+        async def first(seen: Seen, reply: Reply) -> None:
+            self._plays[path] = before
+            await play(seen, reply)
+
+        self._plays[path] = first
+
     async def start(self) -> "StubEngine":
         self._server = await asyncio.start_server(
             self._serve, "127.0.0.1", self._port, backlog=2048

@@ -6,7 +6,12 @@ from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvturn.address import is_host
 from kvturn.tls import ClientTls
-from kvturn_router.engines.engine_http import EnginePool, Exchange, request_bytes
+from kvturn_router.engines.engine_http import (
+    EnginePool,
+    Exchange,
+    LostFault,
+    request_bytes,
+)
 from kvturn_router.engines.health import Health
 
 if TYPE_CHECKING:
@@ -151,15 +156,25 @@ class Engine:
     async def ask(
         self, method: bytes, path: bytes, *, authorization: bytes | None, silence_s: float
     ) -> Exchange:
-        """Sends a request without a body; returns its exchange, answered. Raises EngineFault."""
+        """Sends a request without a body; returns its exchange, answered. Raises EngineFault.
+
+        It must be one that may be sent twice: it is sent again, on a new connection, if it is lost
+        on one used before without a byte of an answer.
+        """
         headers = [self.host_header]
         if authorization is not None:
             headers.append((b"authorization", authorization))
         request = request_bytes(method, path, headers)
-        exchange = await self.pool.send(request, silence_s=silence_s)
-        try:
-            await exchange.answered()
-        except BaseException:
-            exchange.close()
-            raise
-        return exchange
+        for fresh in (False, True):
+            exchange = await self.pool.send(request, silence_s=silence_s, fresh=fresh)
+            try:
+                await exchange.answered()
+            except LostFault as fault:
+                if fresh or not fault.stale:
+                    raise
+            except BaseException:
+                exchange.close()
+                raise
+            else:
+                return exchange
+        raise AssertionError("the second attempt returns or raises")

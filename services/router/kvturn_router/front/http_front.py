@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, unquote
 import httptools
 import msgspec
 
-from kvturn_router.engines.engine_http import EngineFault, Exchange
+from kvturn_router.engines.engine_http import ConnectFault, EngineFault, Exchange
 from kvturn_router.engines.fleet import DECODE, Engine, Fleet, engine_address
 from kvturn_router.engines.health_watch import ROUTER_MARK
 from kvturn_router.errors import TurnError, bad_field, shown
@@ -332,7 +332,7 @@ class HttpFront:
                 silence_s=self._forwarder.limits.decode_silence_s,
             )
         except EngineFault as fault:
-            raise engine_error(DECODE, fault) from None
+            raise self._lost(engine, DECODE, fault) from None
         try:
             length = exchange.header(b"content-length")
             known = int(length) if length.isdigit() else None
@@ -348,26 +348,34 @@ class HttpFront:
     # Models and health
 
     async def _models(self, answer: HttpAnswer, request: HttpRequest) -> None:
+        """Passes on what the first engine says that answers."""
         self._intake.tenant(request.headers)
-        engine = self._any_engine()
         authorization = self._authorization or self._intake.authorization(request.headers)
-        try:
-            exchange = await engine.get(
-                b"/v1/models", authorization=authorization, silence_s=_MODELS_SILENCE_S
-            )
+        lost: TurnError | None = None
+        for engine in dict.fromkeys((*self._fleet.decodes, *self._fleet.prefills)):
+            if not engine.usable:
+                continue
             try:
-                body = await whole_body(exchange)
-            finally:
-                exchange.close()
-        except EngineFault as fault:
-            raise engine_error(engine.role, fault) from None
-        answer.whole(exchange.status, [*relayed_headers(exchange), *_echoed(request)], body)
+                exchange = await engine.get(
+                    b"/v1/models", authorization=authorization, silence_s=_MODELS_SILENCE_S
+                )
+                try:
+                    body = await whole_body(exchange)
+                finally:
+                    exchange.close()
+            except EngineFault as fault:
+                lost = self._lost(engine, engine.role, fault)
+                continue
+            headers = [*relayed_headers(exchange), *_echoed(request)]
+            answer.whole(exchange.status, headers, body)
+            return
+        raise lost or no_engine(DECODE, self._fleet.lack(DECODE))
 
-    def _any_engine(self) -> Engine:
-        for engine in (*self._fleet.decodes, *self._fleet.prefills):
-            if engine.usable:
-                return engine
-        raise no_engine(DECODE, self._fleet.lack(DECODE))
+    def _lost(self, engine: Engine, role: str, fault: EngineFault) -> TurnError:
+        """Returns what a client is told of an engine that gave no answer, and takes note of it."""
+        if isinstance(fault, ConnectFault):
+            self._fleet.refused(engine, str(fault))
+        return engine_error(role, fault)
 
     def _ready(self, answer: HttpAnswer) -> None:
         reason = "; ".join(map(self._fleet.lack, self._fleet.missing()))
