@@ -17,6 +17,7 @@ from kvturn_router.front.gate import Gate, shutting_down
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import ClientConnection, Listener
 from kvturn_router.turn.forward import Forwarder, LeaseReuse
+from kvturn_router.vanished import ask_after
 from kvturn_router.worker_pages import WorkerPages
 
 if TYPE_CHECKING:
@@ -115,6 +116,8 @@ class RouterServer:
             )
         except OSError as error:
             raise cannot_listen(host, self._config.port, error) from None
+        for listening in server.sockets:
+            ask_after(listening)
         self._server = server
         self.port = server.sockets[0].getsockname()[1]
         grpc_port = self._config.grpc_port

@@ -19,6 +19,7 @@ from typing import Final, cast
 import httptools
 
 from kvturn_router.engines.silence import SilenceWatch
+from kvturn_router.vanished import ask_after, bound_sending
 
 logger = logging.getLogger("kvturn.router.engines")
 
@@ -298,6 +299,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports do not derive from asyncio's.
         self._transport = cast("asyncio.Transport", transport)
+        connection = transport.get_extra_info("socket")
+        ask_after(connection)
+        bound_sending(connection)
 
     def data_received(self, data: bytes) -> None:
         exchange = self._exchange

@@ -20,6 +20,7 @@ import msgspec
 
 from kvturn_router.errors import ErrorCounts, TurnError
 from kvturn_router.front.body_budget import BodyBudget
+from kvturn_router.vanished import VANISHED_S, has_vanished
 
 _AHEAD_MAX: Final = 16
 """Requests of one connection that may wait their turn."""
@@ -334,7 +335,7 @@ class ClientConnection(asyncio.Protocol):
         # Bytes of answers that the client has yet to take, and when it last took some.
         self._untaken = 0
         self._taken_at = 0.0
-        self._last_read = self.loop.time()
+        self._last_read = self._looked_at = self.loop.time()
         # When the request began that is being read, or was refused.
         self._began = self._last_read
         # The last head of a plain request, and the one being read as it came.
@@ -366,6 +367,9 @@ class ClientConnection(asyncio.Protocol):
         if self._is_stalled(now):
             self.abort()
         if self._current is not None:
+            if now - self._looked_at > VANISHED_S / 4:
+                self._looked_at = now
+                self._look_after_client()
             return
         quiet_s = now - self._last_read
         if self._closing:
@@ -378,6 +382,11 @@ class ClientConnection(asyncio.Protocol):
                 self._refuse(TurnError(408, "The request did not come whole.", reason="SLOW"))
         elif quiet_s > self.listener.limits.idle_s:
             self.close()
+
+    def _look_after_client(self) -> None:
+        """Ends the connection if its client is gone without a word in the midst of an answer."""
+        if self._transport is not None and has_vanished(self._transport.get_extra_info("socket")):
+            self.abort()
 
     def _is_stalled(self, now: float) -> bool:
         """Tells whether the client has taken nothing for too long, be the answer ended or not."""
