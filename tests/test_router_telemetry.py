@@ -209,24 +209,45 @@ async def test_fifty_turns_at_once_keep_their_traces_apart():
         await asyncio.gather(
             *(
                 rig.post(
-                    turn_body(conversation_id=f"c{number}"),
+                    turn_body(
+                        conversation_id=f"c{number}",
+                        messages=[{"role": "user", "content": str(number)}],
+                    ),
                     headers=[("traceparent", header)] if header else [],
                 )
                 for number, header in enumerate(sent)
             )
         )
         turns = [span for span in recording.spans() if span.name == "turn"]
-        by_id = {told(span)["gen_ai.conversation.id"]: span for span in turns}
+        by_id = {told(span)["gen_ai.conversation.id"]: span.trace_id.hex() for span in turns}
         for number in range(50):
-            span = by_id.get(f"c{number}")
+            trace = by_id.get(f"c{number}")
             if number % 5 == 3:
-                assert span is None, "an unsampled trace is not recorded"
+                assert trace is None, "an unsampled trace is not recorded"
                 continue
-            assert span is not None
-            same = span.trace_id.hex() == f"{number + 1:032x}"
+            assert trace is not None
+            same = trace == f"{number + 1:032x}"
             assert same is (number % 5 not in (1, 2))
-        for seen in rig.prefill.turns + rig.decode.turns:
-            assert seen.header("traceparent") is not None
+        for engine in (rig.prefill, rig.decode):
+            legs = {int(seen.json["messages"][0]["content"]): seen for seen in engine.turns}
+            assert sorted(legs) == list(range(50))
+            for number, seen in legs.items():
+                context_seen = trace_context(seen.header("traceparent"))
+                assert context_seen is not None
+                assert context_seen.sampled is (number % 5 != 3)
+                # One that is not recorded is the client's own.
+                assert context_seen.trace_id == by_id.get(f"c{number}", f"{number + 1:032x}")
+
+
+@pytest.mark.parametrize("traceparent", [None, "garbage", PARENT.upper()])
+async def test_vendors_state_of_a_trace_that_is_not_known_is_dropped(traceparent):
+    """As the standard says: without a traceparent that can be read, tracestate belongs to none."""
+    async with router() as rig:
+        context = [("traceparent", traceparent)] if traceparent else []
+        await rig.post(turn_body(), headers=[*context, ("tracestate", "a=b")])
+        for seen in (rig.prefill.turns[0], rig.decode.turns[0]):
+            assert seen.header("traceparent") is None
+            assert seen.header("tracestate") is None
 
 
 async def test_without_an_endpoint_the_clients_context_goes_on_as_it_is():

@@ -40,7 +40,9 @@ CHAT: Final = "/v1/chat/completions"
 COMPLETIONS: Final = "/v1/completions"
 
 # What an engine reads from a request's headers, besides its type and its key.
-_PASSED_ON = ("x-session-id", "x-vllm-priority", "endpoint-load-metrics-format", "tracestate")
+_PASSED_ON = ("x-session-id", "x-vllm-priority", "endpoint-load-metrics-format")
+# Only of a trace that is known.
+_PASSED_ON_OF_A_TRACE = (*_PASSED_ON, "tracestate")
 
 _client_id = re.compile(r"[\x21-\x7e]{1,256}")
 
@@ -145,15 +147,17 @@ class Intake:
 
     def _sender(self, headers: Mapping[str, str]) -> Sender:
         header = headers.get("x-conversation-id")
+        trace = trace_context(headers.get("traceparent"))
+        passed_on = _PASSED_ON if trace is None else _PASSED_ON_OF_A_TRACE
         return Sender(
             tenant="" if self.keys is not None else tenant_of(headers, self.tenant_header),
             authorization=self.authorization(headers),
             passed_on=[
                 (name.encode(), headers[name].encode("latin-1"))
-                for name in _PASSED_ON
+                for name in passed_on
                 if name in headers
             ],
-            trace=trace_context(headers.get("traceparent")),
+            trace=trace,
             request_id=client_request_id(headers),
             reuse=_reuse_of(headers),
             conversation=None if header is None else _text("X-Conversation-Id", header),
