@@ -20,7 +20,7 @@ from recorded_spans import Recording
 
 from kvturn.span_wire import CLIENT
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
-from kvturn_connector import telemetry
+from kvturn_connector import lease_client, telemetry
 from kvturn_connector.config import NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import Scope, digest_values
 from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
@@ -847,3 +847,33 @@ def test_span_belongs_to_the_turn_and_is_passed_on() -> None:
     passed_on = telemetry.metadata_of(spans.span(unsampled, "begin_read", CLIENT))
     assert passed_on == (("traceparent", unsampled),)
     spans.shutdown()
+
+
+def test_spans_are_counted_by_what_became_of_them(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each once; a collector that is gone shows, and without one there is nothing to tell."""
+    recording = Recording()
+    monkeypatch.setattr(lease_client, "make_tracing", lambda *_: recording.tracing)
+    with running(service.port) as client:
+
+        def counted() -> list[tuple[str, int]]:
+            client.gave_way(TRACEPARENT, {"kvturn.retentions": 1})
+            told: list[tuple[str, int]] = []
+
+            def look() -> bool:
+                recording.tracing.flush()
+                told.extend(client.take_spans())
+                return bool(told)
+
+            until(look)
+            return told
+
+        assert counted() == [("sent", 1)]
+        assert counted() == [("sent", 1)]
+        monkeypatch.setattr(recording, "export", lambda _: False)
+        assert counted() == [("dropped", 1)]
+        assert client.take_spans() == []
+    monkeypatch.undo()
+    with running(service.port) as client:
+        assert client.take_spans() == []

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 
     from kvturn.metrics import Family
+    from kvturn.span_export import SpanQueue
     from kvturn.span_wire import Attribute
     from kvturn.tracing import Tracing
     from kvturn.v1.lease_pb2_grpc import LeaseServiceAsyncStub
@@ -128,6 +129,8 @@ class LeaseClient:
         self._outbox = asyncio.Queue[lease_pb2.EngineSessionRequest](SEND_QUEUE_MAX)
         self._channels: LeaseChannels
         self._tracing: Tracing
+        self._spans: SpanQueue | None = None
+        self._spans_told = {"sent": 0, "dropped": 0}
         self._endpoint = ""
         self._heard_ns = 0
         self._quiet_ns = 0
@@ -211,6 +214,14 @@ class LeaseClient:
         """How long, in seconds, questions and digests took since the last call."""
         return _drain(self._timings)
 
+    def take_spans(self) -> list[tuple[str, int]]:
+        """How many spans were "sent" and "dropped" since the last call; nothing for none."""
+        if self._spans is None:
+            return []
+        now = {"sent": self._spans.sent, "dropped": self._spans.dropped}
+        before, self._spans_told = self._spans_told, now
+        return [(each, count - before[each]) for each, count in now.items() if count > before[each]]
+
     def take_outlooks(self) -> list[tuple[int, int]]:
         """Retentions whose outlook has changed since the last call, with the new one."""
         changes = []
@@ -251,6 +262,7 @@ class LeaseClient:
 
     async def _main(self) -> None:
         self._tracing = make_tracing(self._config.traces, self._engine_id)
+        self._spans = self._tracing.queue
         self._channels = LeaseChannels(
             self._config.lease_endpoints, self._clock, self._config.lease_access
         )

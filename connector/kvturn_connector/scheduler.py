@@ -11,7 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
 from kvturn.v1 import lease_pb2
 from kvturn_connector.handle import sane_params
 from kvturn_connector.metrics import KvturnStats
-from kvturn_connector.tally import SESSION_UP
+from kvturn_connector.tally import SESSION_UP, SPANS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,6 +76,8 @@ class LeasedScheduler(NixlPullConnectorScheduler):
         """What was counted since the last call; None if nothing."""
         for family, seconds in self._client.take_timings():
             self._stats.add(family, seconds)
+        for outcome, count in self._client.take_spans():
+            self._stats.add(SPANS, count, outcome)
         up = self._client.registered
         if up is not self._told_up:
             self._told_up = up

@@ -103,6 +103,13 @@ OFF: Final = Family(
     "nothing is retained or read.",
     ("setting",),
 )
+SPANS: Final = Family(
+    "kvturn_connector_spans_total",
+    "counter",
+    "Spans by what became of them: sent, or dropped because they did not fit or could not be "
+    "delivered.",
+    ("outcome",),
+)
 
 FAMILIES: Final = (
     RETAINED_BLOCKS,
@@ -117,6 +124,7 @@ FAMILIES: Final = (
     DIGEST,
     SESSION_UP,
     OFF,
+    SPANS,
 )
 LABELS: Final = {
     RELEASES.name: tuple(REASONS.values()),
@@ -124,6 +132,7 @@ LABELS: Final = {
     VERDICTS_GIVEN.name: tuple(VERDICTS.values()),
     READS.name: tuple(OUTCOMES.values()),
     OFF.name: SWITCHES,
+    SPANS.name: ("sent", "dropped"),
 }
 """All values of a family's label, where it has one."""
 

@@ -76,10 +76,15 @@ class Client:
         self.gave: list[dict[str, int]] = []
         self.registered = True
         self.timings: list[tuple[Family, float]] = []
+        self.spans: list[tuple[str, int]] = []
 
     def take_timings(self) -> list[tuple[Family, float]]:
         timings, self.timings = self.timings, []
         return timings
+
+    def take_spans(self) -> list[tuple[str, int]]:
+        spans, self.spans = self.spans, []
+        return spans
 
     def take_outlooks(self) -> list[tuple[int, int]]:
         outlooks, self.outlooks = self.outlooks, []
@@ -359,6 +364,7 @@ def check_prefill_counts_reads_verdicts_and_times() -> None:
     client = Client()
     prefill = scheduler(PrefillScheduler, client)
     client.timings = [(QUESTION, 0.002), (DIGEST, 0.25)]
+    client.spans = [("sent", 7), ("dropped", 2)]
     for outcome in (lease_pb2.READ_OUTCOME_COMPLETED, lease_pb2.READ_OUTCOME_NOT_READ):
         end = lease_pb2.EndReadRequest(outcome=outcome, read_bytes=1 << 20)
         end.read_time.FromMilliseconds(20)
@@ -373,6 +379,8 @@ def check_prefill_counts_reads_verdicts_and_times() -> None:
     assert value("kvturn_connector_question_seconds_sum", engine) == 0.002
     assert value("kvturn_connector_digest_seconds_sum", engine) == 0.25
     assert value("kvturn_connector_session_up", engine) == 1
+    for outcome, count in (("sent", 7), ("dropped", 2)):
+        assert value("kvturn_connector_spans_total", {**engine, "outcome": outcome}) == count
     assert prefill.take_stats() is None
     client.registered = False
     assert shown(prefill.take_stats()).get_sample_value("kvturn_connector_session_up", engine) == 0
