@@ -1,13 +1,11 @@
 """Where traces go, as flags and OpenTelemetry's own variables say it. No I/O.
 
 What a flag leaves open the variables of the standard say, those for traces before
-those for all signals. What else they say (headers, certificates, time-outs,
-compression, resource attributes) the library reads itself.
+those for all signals. Headers and certificates are collector_access.py's.
 """
 
 import re
 from collections.abc import Mapping
-from importlib.util import find_spec
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
@@ -17,10 +15,9 @@ GRPC: Final = "grpc"
 HTTP: Final = "http/protobuf"
 PROTOCOLS: Final = (GRPC, HTTP)
 
-_ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
-_PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+_COMPRESSIONS = ("none", "gzip")
 _DISABLED = "OTEL_SDK_DISABLED"
-_HTTP_PACKAGE = "opentelemetry-exporter-otlp-proto-http"
+_TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _HTTP_PATH = "/v1/traces"
 
 _url = re.compile(r"https?://[^\s/]+(/\S*)?")
@@ -57,22 +54,37 @@ def destination_of(
     """
     if environment.get(_DISABLED, "").strip().lower() == "true":
         return None
-    endpoint_name, endpoint = _first(names[0], endpoint, _ENDPOINTS, environment)
-    protocol_name, protocol = _first(names[1], protocol, _PROTOCOLS, environment)
+    endpoint_name, endpoint = _first(names[0], endpoint, "ENDPOINT", environment)
+    protocol_name, protocol = _first(names[1], protocol, "PROTOCOL", environment)
     protocol = protocol or GRPC
     if protocol not in PROTOCOLS and (endpoint or protocol_name == names[1]):
         raise WrongSetting(protocol_name, f"must be {GRPC} or {HTTP}, not {protocol!r}")
     if not endpoint:
         return None
-    if protocol == HTTP and not _has_http():
-        raise WrongSetting(protocol_name, f"{HTTP} needs the package {_HTTP_PACKAGE}")
     if not _is_url(endpoint):
         problem = f"must be a URL like http://HOST:{4317 if protocol == GRPC else 4318}"
         raise WrongSetting(endpoint_name, f"{problem}, not {endpoint!r}")
-    whole = protocol == GRPC or endpoint_name == _ENDPOINTS[0]
+    whole = protocol == GRPC or endpoint_name == _TRACES_ENDPOINT
     if not whole and not endpoint.rstrip("/").endswith(_HTTP_PATH):
         endpoint = endpoint.rstrip("/") + _HTTP_PATH
+    compressed(environment)
     return Destination(endpoint, protocol)
+
+
+def compressed(environment: Mapping[str, str]) -> bool:
+    """Returns whether exports are to be compressed, by gzip. Raises WrongSetting."""
+    name, compression = said("COMPRESSION", environment)
+    if compression.lower() not in ("", *_COMPRESSIONS):
+        raise WrongSetting(name, f"must be {' or '.join(_COMPRESSIONS)}, not {compression!r}")
+    return compression.lower() == "gzip"
+
+
+def said(setting: str, environment: Mapping[str, str]) -> tuple[str, str]:
+    """Returns which of the standard's variables says `setting`, and what it says, "" for none."""
+    for variable in (f"OTEL_EXPORTER_OTLP_TRACES_{setting}", f"OTEL_EXPORTER_OTLP_{setting}"):
+        if value := environment.get(variable, "").strip():
+            return variable, value
+    return "", ""
 
 
 def _is_url(endpoint: str) -> bool:
@@ -83,20 +95,11 @@ def _is_url(endpoint: str) -> bool:
     return _url.fullmatch(endpoint) is not None and port != 0 and is_host(host or "")
 
 
-def _has_http() -> bool:
-    try:
-        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ModuleNotFoundError:
-        return False
-
-
 def _first(
-    name: str, given: str | None, variables: tuple[str, ...], environment: Mapping[str, str]
+    name: str, given: str | None, setting: str, environment: Mapping[str, str]
 ) -> tuple[str, str]:
     """Returns what is set first, and under which name."""
     if given:
         return name, given
-    for variable in variables:
-        if value := environment.get(variable, "").strip():
-            return variable, value
-    return name, ""
+    variable, value = said(setting, environment)
+    return variable or name, value

@@ -1,14 +1,16 @@
 """The way of spans out of the process, on which nobody ever waits.
 
 A bounded queue, and a thread that empties it. What does not fit or cannot be
-delivered is dropped, with one warning until delivery works again.
+delivered is dropped, with one warning until nothing has been for a while.
 """
 
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
+
+from kvturn.watched import FileFault
 
 QUEUE_MAX: Final = 16_384
 """Spans waiting; more are dropped."""
@@ -18,6 +20,9 @@ _WAKES_AT: Final = 4_096
 """Spans waiting that are not left to wait for the next time."""
 _DELAY_S: Final = 0.5
 SHUTDOWN_TIMEOUT_S: Final = 1.0
+CALM_S: Final = 60.0
+"""Without a loss, until a collector is said to take all again: one that comes and goes is no news
+each time."""
 
 
 class SpanExporter(Protocol):
@@ -33,23 +38,31 @@ class SpanExporter(Protocol):
 class SpanQueue:
     """Spans waiting to be exported. To be made in the process that uses it, after any fork.
 
-    `logger` is told when delivery begins to fail, and when it works again.
+    `logger` is told when spans begin to be lost, and when none has been for CALM_S by `clock_s`.
     """
 
     def __init__(
-        self, exporter: SpanExporter, logger: logging.Logger, queue_max: int = QUEUE_MAX
+        self,
+        exporter: SpanExporter,
+        logger: logging.Logger,
+        queue_max: int = QUEUE_MAX,
+        clock_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self._exporter = exporter
         self._logger = logger
         self._queue_max = queue_max
+        self._clock_s = clock_s
         self._spans: list[bytes] = []
         self._lock = threading.Lock()
         self._wanted = threading.Event()
         self._ending = False
         self._abandoned = False
-        self._delivering = True
-        self.sent = self.dropped = 0
-        """Spans delivered, and those that did not fit or could not be delivered."""
+        self.sent = 0
+        """Spans delivered."""
+        # Apart, as each is counted on a thread of its own.
+        self._unfit = self._undelivered = 0
+        self._told_of = 0
+        self._lost_s: float | None = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="spans")
         self._thread.start()
 
@@ -58,13 +71,18 @@ class SpanQueue:
         """Spans that wait."""
         return len(self._spans)
 
+    @property
+    def dropped(self) -> int:
+        """Spans that did not fit or could not be delivered."""
+        return self._unfit + self._undelivered
+
     def put(self, span: bytes) -> None:
         """Takes a span, if there is room."""
         waiting = len(self._spans)
         if waiting < self._queue_max:
             self._spans.append(span)
         else:
-            self.dropped += 1
+            self._unfit += 1
         if waiting == _WAKES_AT:
             self._wanted.set()
 
@@ -83,7 +101,7 @@ class SpanQueue:
         if self._thread.is_alive():
             # A collector that hangs must not hold the process, nor be spoken of after its end.
             self._abandoned = True
-            self._tell(False, f"after {timeout_s:.1f} s, the last")
+            self._tell_loss(f"after {timeout_s:.1f} s, the last")
             self._exporter.shutdown()
 
     def _run(self) -> None:
@@ -104,22 +122,34 @@ class SpanQueue:
 
     def _export(self, spans: Sequence[bytes]) -> None:
         began = time.monotonic()
+        reason = "more than the collector takes"
         try:
             delivered = self._exporter.export(spans)
-            reason = f"after {time.monotonic() - began:.1f} s"
+            if not delivered:
+                reason = f"after {time.monotonic() - began:.1f} s"
+        except FileFault as fault:
+            delivered = False
+            reason = str(fault)
         except Exception as error:  # a fault of the exporter is not the turn's
             delivered = False
             reason = type(error).__name__
         if delivered:
             self.sent += len(spans)
         else:
-            self.dropped += len(spans)
+            self._undelivered += len(spans)
         if not self._abandoned:
-            self._tell(delivered, reason)
+            self._tell(reason)
 
-    def _tell(self, delivered: bool, reason: str) -> None:
-        if not delivered and self._delivering:
-            self._logger.warning("spans cannot be delivered (%s); they are dropped", reason)
-        elif delivered and not self._delivering:
+    def _tell(self, reason: str) -> None:
+        """Tells what an export, and what was put meanwhile, make known."""
+        before, self._told_of = self._told_of, self.dropped
+        if self._told_of > before:
+            self._tell_loss(reason)
+        elif self._lost_s is not None and self._clock_s() - self._lost_s >= CALM_S:
+            self._lost_s = None
             self._logger.warning("spans are delivered again")
-        self._delivering = delivered
+
+    def _tell_loss(self, reason: str) -> None:
+        if self._lost_s is None:
+            self._logger.warning("spans cannot be delivered (%s); they are dropped", reason)
+        self._lost_s = self._clock_s()

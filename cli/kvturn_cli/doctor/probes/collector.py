@@ -2,17 +2,15 @@
 
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc import TraceServiceStub
-from opentelemetry.util.re import parse_env_headers
 
+from kvturn.collector_access import collector_headers, collector_tls
 from kvturn.otlp import GRPC, HTTP
-from kvturn.tls import ClientTls, TlsFiles
 from kvturn_cli.doctor.facts import CollectorFacts
 from kvturn_cli.doctor.probes.http import Question, Unanswered, ask
 
@@ -21,9 +19,6 @@ HTTP_PORT = 4318
 
 
 _REFUSALS = ("UNAUTHENTICATED", "PERMISSION_DENIED", "HTTP 401", "HTTP 403")
-_TLS_SETTINGS = tuple(
-    f"OTEL_EXPORTER_OTLP_{name}" for name in ("CLIENT_CERTIFICATE", "CLIENT_KEY", "CERTIFICATE")
-)
 
 
 class CollectorAccess:
@@ -31,16 +26,8 @@ class CollectorAccess:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         """Raises FileFault for files with which TLS could never come about."""
-
-        def said(name: str) -> str:
-            traces = name.replace("OTLP_", "OTLP_TRACES_")
-            return environ.get(traces) or environ.get(name, "")
-
-        cert, key, ca = (Path(file) if (file := said(name)) else None for name in _TLS_SETTINGS)
-        cert_name, key_name, ca_name = _TLS_SETTINGS
-        self.tls = ClientTls(TlsFiles(cert, key, ca, (cert_name, key_name, ca_name)))
-        headers = parse_env_headers(said("OTEL_EXPORTER_OTLP_HEADERS"), liberal=True)
-        self.headers = dict(headers)
+        self.tls = collector_tls(environ)
+        self.headers = collector_headers(environ)
         """By lower-case name."""
 
 
