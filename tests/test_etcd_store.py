@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from etcd_server import EtcdServer, until
@@ -13,6 +13,7 @@ from etcd_terms import EtcdTerms
 
 from kvturn_lease.config import LessorConfig
 from kvturn_lease.conversation import ConversationKey
+from kvturn_lease.etcd.errors import EtcdUnavailable
 from kvturn_lease.etcd_leases import EtcdLeases
 from kvturn_lease.etcd_records import (
     Keys,
@@ -33,7 +34,10 @@ from kvturn_lease.store import (
 from kvturn_lease.verdict import ReleaseReason, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import AsyncGenerator
     from pathlib import Path
+
+    from kvturn_lease.store import Snapshot
 
 KEY = ConversationKey("tenant-name", "model-name", "conversation-name")
 HELD = ConversationRecord("d1", ReleaseReason.NONE)
@@ -46,6 +50,10 @@ def key(number: int) -> ConversationKey:
 def held(*numbers: int, engine_id: str = "d1") -> list[ConversationChanged]:
     record = ConversationRecord(engine_id, ReleaseReason.NONE)
     return [ConversationChanged(key(number), record) for number in numbers]
+
+
+def known(snapshot: Snapshot) -> list[int]:
+    return [number for number in range(10) if snapshot.conversations.get(key(number))]
 
 
 def session(engine_id: str = "d1", number: int = 1) -> SessionOpened:
@@ -173,6 +181,47 @@ async def test_what_cannot_be_used_is_deleted(tmp_path: Path) -> None:
                 return len(await terms.keys_in_etcd()) == 12
 
             await until(ten_are_left)
+
+
+@pytest.mark.parametrize(("conversations_max", "kept"), [(8, 8), (100, 10)])
+async def test_a_recollection_that_etcd_interrupts_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conversations_max: int, kept: int
+) -> None:
+    """A page that fails, also once the recollection is full, costs no record; none counts twice."""
+    monkeypatch.setattr("kvturn_lease.etcd_store._PAGE_KEYS", 4)
+    monkeypatch.setattr("kvturn_lease.etcd_store._PAUSE_S_MAX", 0.0)
+    async with (
+        EtcdServer(tmp_path) as etcd,
+        EtcdTerms(
+            etcd.endpoint, conversations_max=conversations_max, records_per_lease_max=12
+        ) as terms,
+    ):
+        store, _ = await terms.begin()
+        store.record([session(), *held(*range(10))])
+        await terms.settled(store)
+        list_prefix, pages = terms.client.list_prefix, 0
+
+        async def third_fails(*arguments: Any) -> AsyncGenerator[Any, None]:
+            nonlocal pages
+            async for page in list_prefix(*arguments):
+                pages += arguments[0] == terms.keys.conversations
+                if pages == 3:
+                    raise EtcdUnavailable("this page timed out")
+                yield page
+
+        monkeypatch.setattr(terms.client, "list_prefix", third_fails)
+        _, snapshot = await terms.begin()
+        await until(lambda: pages > 3 and len(known(snapshot)) == kept)
+        monkeypatch.setattr(terms.client, "list_prefix", list_prefix)
+
+        async def only_those_are_left() -> bool:
+            return len(await terms.keys_in_etcd()) == kept + 1
+
+        await until(only_those_are_left)
+        # All hang on one lease, which takes twelve.
+        assert terms.leases.room("d1") is not None
+        _, snapshot = await terms.begin()
+        await until(lambda: len(known(snapshot)) == kept)
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ class Recollection:
 
     def add(self, tag: bytes, record: ConversationRecord) -> bool:
         """Takes a record; False if there are too many."""
-        if len(self._records) >= self._max:
+        if tag not in self._records and len(self._records) >= self._max:
             return False
         self._records[tag] = record
         return True
@@ -150,12 +150,15 @@ class EtcdStore:
         self._client = client
         self._keys = keys
         self._fence = fence.conditions()
+        self._begun_revision = fence.create_revision
         self._leases = leases
         self._outages = outages
         self._on_fenced = on_fenced
         self._waiting_max = waiting_max
         self._timeout_s = timeout_s
         self._recollection = Recollection(keys, conversations_max)
+        self._recalled_key = b""
+        """The last conversation's key that was taken over; they come in order."""
         self._sessions: dict[str, bytes] = {}
         """Values by engine id, to put them again should their lease be lost."""
         self._waiting: dict[bytes, _Entry] = {}
@@ -402,7 +405,7 @@ class EtcdStore:
     # ---- what an earlier term recorded ---------------------------------------------------
 
     async def _recall(self) -> None:
-        """Reads the conversations, as often as it takes."""
+        """Reads the conversations; goes on where it was when etcd failed."""
         while True:
             try:
                 await self._read_conversations()
@@ -415,15 +418,18 @@ class EtcdStore:
         # Nobody knows any more what was recorded under another secret.
         others = [delete(every, ours), delete(prefix_end(ours), prefix_end(every))]
         await self._client.transact(self._fence, others, timeout_s=self._timeout_s, safe=True)
-        pages = self._client.list_prefix(ours, self._timeout_s, _PAGE_KEYS)
+        pages = self._client.list_prefix(ours, self._timeout_s, _PAGE_KEYS, self._recalled_key)
         async with contextlib.aclosing(pages):
             async for kvs, _ in pages:
                 for index, kv in enumerate(kvs):
                     self._take_over(kv)
+                    self._recalled_key = kv.key
                     if index % _KEYS_PER_STEP == 0:
                         await asyncio.sleep(0)
 
     def _take_over(self, kv: etcd_pb2.KeyValue) -> None:
+        if kv.mod_revision > self._begun_revision:
+            return  # this term wrote it, and counted it
         tag, record = self._keys.tag_of(kv.key), conversation_record(kv.value)
         if record is not None:
             self._adopt(record.engine_id, kv.lease)

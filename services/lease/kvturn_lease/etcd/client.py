@@ -49,13 +49,14 @@ class EtcdClient:
         return (response.kvs[0] if response.kvs else None), response.header.revision
 
     async def list_prefix(
-        self, prefix: bytes, timeout_s: float, page_keys: int = PAGE_KEYS
+        self, prefix: bytes, timeout_s: float, page_keys: int = PAGE_KEYS, after: bytes = b""
     ) -> AsyncGenerator[tuple[Sequence[etcd_pb2.KeyValue], int], None]:
         """Yields all keys with the prefix in pages, and the one revision they were read at.
 
-        A watch from that revision + 1 on misses nothing. `timeout_s` is for each page.
+        A watch from that revision + 1 on misses nothing. `timeout_s` is for each page. With
+        `after`, a key of the prefix, only those that follow it.
         """
-        key, end, revision = prefix, prefix_end(prefix), 0
+        key, end, revision = after + b"\0" if after else prefix, prefix_end(prefix), 0
         while True:
             request = etcd_pb2.RangeRequest(
                 key=key, range_end=end, limit=page_keys, revision=revision
