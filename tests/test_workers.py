@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -263,6 +264,49 @@ async def test_workers_that_cannot_start_end_the_router(capfd: pytest.CaptureFix
         await Workers(2, ["--port=x"], 1.0).run(asyncio.Event())
     assert fault.value.status == 2
     assert "kvturn router: --port 'x' must be" in capfd.readouterr().err
+
+
+SLEEPER = ("sh", "-c", "echo listening; exec sleep 60")
+
+
+def full(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, "no room for another process")
+
+
+async def test_a_worker_that_cannot_be_started_again_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """A machine without room for a process, for a time: the other worker serves on meanwhile."""
+    stop = asyncio.Event()
+    router = Workers(2, [], 0.1)
+    router._command = SLEEPER
+    start = asyncio.create_subprocess_exec
+    running = asyncio.create_task(router.run(stop))
+
+    async def until(condition) -> None:
+        async with asyncio.timeout(GUARD_S):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    await until(lambda: router._begun)
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    router._running[0].kill()
+    await until(lambda: caplog.text.count("worker 1 cannot be started") == 2)
+    assert list(router._running) == [1]
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", start)
+    await until(lambda: len(router._running) == 2)
+    stop.set()
+    assert await running
+
+
+async def test_a_worker_that_cannot_be_started_at_first_ends_the_router(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """With a line, for no worker could say it."""
+    monkeypatch.setattr(asyncio, "create_subprocess_exec", full)
+    with pytest.raises(StartFault, match=r"a worker cannot be started: .* no room for") as fault:
+        await Workers(1, [], 0.1).run(asyncio.Event())
+    assert fault.value.status is None
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):

@@ -153,9 +153,9 @@ async def _supervise(config: RouterConfig, argv: Sequence[str]) -> int:
     try:
         return EXIT_OK if await workers.run(stop) else EXIT_FAILED
     except StartFault as fault:
-        if fault.status < 0:
+        if fault.status is None or fault.status < 0:  # else the worker has said why
             print(f"kvturn router: {fault}", file=sys.stderr)
-        return max(fault.status, EXIT_FAILED)
+        return max(fault.status or 0, EXIT_FAILED)
     finally:
         _ignore_signals()
         if folder:

@@ -32,10 +32,10 @@ _SETTLED_S: Final = 30.0
 
 
 class StartFault(Exception):
-    """A worker ended before all listened; it has said why. `status` is its exit status."""
+    """Not all workers came to listen. `status` is the exit status of the one that ended, if any."""
 
-    def __init__(self, status: int) -> None:
-        super().__init__(f"a worker {_ending(status)} before all listened")
+    def __init__(self, problem: str, status: int | None = None) -> None:
+        super().__init__(problem)
         self.status = status
 
 
@@ -141,41 +141,54 @@ class Workers:
         pause_s = 0.0
         while True:
             began = clock()
-            process = await asyncio.create_subprocess_exec(
-                *self._command,
-                str(number + 1),
-                *self._arguments,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                # A terminal's Ctrl-C goes to the parent alone: a worker that is only starting does
-                # not know yet what to do with it.
-                process_group=0,
-            )
-            self._running[number] = process
-            await self._until_it_listens(number, process)
-            watching = asyncio.create_task(self._end_if_still(number, process))
-            status = await process.wait()
-            watching.cancel()
-            del self._running[number]
-            if self._stop.is_set():
-                # The signal may have come before the worker knew what to do with it.
-                return status in (0, -signal.SIGTERM)
-            if not self._begun:
-                raise StartFault(status)
+            try:
+                process = await self._start(number)
+            except OSError as error:  # no room for one more process, say
+                if not self._begun:
+                    raise StartFault(f"a worker cannot be started: {error}") from None
+                happened = f"cannot be started: {error}"
+            else:
+                status = await self._end_of(number, process)
+                if self._stop.is_set():
+                    # The signal may have come before the worker knew what to do with it.
+                    return status in (0, -signal.SIGTERM)
+                if not self._begun:
+                    problem = f"a worker {_ending(status)} before all listened"
+                    raise StartFault(problem, status)
+                happened = f"(pid {process.pid}) {_ending(status)}"
             settled = clock() - began > _SETTLED_S
             pause_s = 0.0 if settled else min(max(2 * pause_s, _PAUSE_MIN_S), _PAUSE_MAX_S)
             logger.warning(
-                "worker %d (pid %d) %s; another takes its place in %g s",
-                number + 1,
-                process.pid,
-                _ending(status),
-                pause_s,
+                "worker %d %s; another takes its place in %g s", number + 1, happened, pause_s
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._stop.wait()
             if self._stop.is_set():
                 return True
+
+    async def _start(self, number: int) -> asyncio.subprocess.Process:
+        """Starts a worker. Raises OSError."""
+        return await asyncio.create_subprocess_exec(
+            *self._command,
+            str(number + 1),
+            *self._arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            # A terminal's Ctrl-C goes to the parent alone: a worker that is only starting does not
+            # know yet what to do with it.
+            process_group=0,
+        )
+
+    async def _end_of(self, number: int, process: asyncio.subprocess.Process) -> int:
+        """Looks after a worker until it has ended; returns its exit status."""
+        self._running[number] = process
+        await self._until_it_listens(number, process)
+        watching = asyncio.create_task(self._end_if_still(number, process))
+        status = await process.wait()
+        watching.cancel()
+        del self._running[number]
+        return status
 
     async def _until_it_listens(self, number: int, process: asyncio.subprocess.Process) -> None:
         """Waits for the line that a router prints when it listens, or for its end."""
