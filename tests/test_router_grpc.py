@@ -19,7 +19,7 @@ from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router.engines.fleet import Fleet
-from kvturn_router.front import grpc_front
+from kvturn_router.front import grpc_answer, grpc_front
 from kvturn_router.front.body_budget import BodyBudget
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.leases.turn_report import report_message, report_of
@@ -388,6 +388,28 @@ async def test_an_answer_is_never_silently_less_than_the_engines():
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await stub.Complete(complete())
         assert error_info(error.value).reason == "ANSWER_UNREADABLE"
+
+
+async def test_an_answer_that_is_no_stream_is_kept_to_a_limit_alone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """What an engine sends without end instead of events does not fill the router's memory."""
+    monkeypatch.setattr(grpc_answer, "ANSWER_BYTES_MAX", 1_000)
+
+    async def long(seen: Seen, reply: Reply) -> None:
+        await reply.whole(b'"%b"' % (b"x" * 1_000), 200)
+
+    async with router() as rig, dial(rig) as (_, stub):
+        rig.decode.script(CHAT, long)
+        with pytest.raises(grpc.aio.AioRpcError) as error:
+            async for _ in stub.Chat(chat()):
+                pass
+        assert error_info(error.value).reason == "ANSWER_UNREADABLE"
+        assert "longer than 1000 bytes" in (error.value.details() or "")
+    answer = grpc_answer.GrpcAnswer()
+    for _ in range(3):
+        answer.write(b"x" * 600, False)
+    assert not answer._pieces
 
 
 async def test_a_stream_that_breaks_off_ends_with_a_status():

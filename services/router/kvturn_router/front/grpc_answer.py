@@ -15,6 +15,7 @@ from kvturn_router.engines.engine_http import Exchange
 from kvturn_router.errors import TurnError
 from kvturn_router.request.conversation import TurnReport
 from kvturn_router.request.spans import find_member
+from kvturn_router.turn.legs import ANSWER_BYTES_MAX
 from kvturn_router.turn.sse import DONE, EVENT_BYTES_MAX, EventSplitter, payload
 
 _WAITING_MAX: Final = 64
@@ -42,6 +43,7 @@ class GrpcAnswer:
         self._events = False
         self._done = False
         self._pieces: list[bytes] = []
+        self._size = 0
         self._splitter = EventSplitter()
         self._chunks: deque[str] = deque()
         self._flow: Exchange | None = None
@@ -74,7 +76,7 @@ class GrpcAnswer:
         if self._error is not None:
             data = b""
         if not self._events:
-            self._pieces.append(data)
+            self._keep(data)
         else:
             self._split(data, last)
         if len(self._chunks) > _WAITING_MAX and self._flow is not None and not self._paused:
@@ -157,6 +159,14 @@ class GrpcAnswer:
         pieces, self._pieces = self._pieces, []
         return _text(b"".join(pieces)) if pieces else None
 
+    def _keep(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > ANSWER_BYTES_MAX:
+            self._error = self._error or _unreadable(f"it is longer than {ANSWER_BYTES_MAX} bytes")
+            self._pieces.clear()
+        elif data:
+            self._pieces.append(data)
+
     def _split(self, data: bytes, last: bool) -> None:
         try:
             for event in self._splitter.feed(data):
@@ -196,7 +206,7 @@ def _unreadable(why: str) -> TurnError:
 def _streamed_error(text: bytes, span: tuple[int, int]) -> TurnError:
     code = find_member(text, span, "code")
     digits = text[code[0] : code[1]] if code is not None else b""
-    status = int(digits) if digits.isdigit() and 400 <= int(digits) <= 599 else 500
+    status = int(digits) if re.fullmatch(rb"[45]\d\d", digits) else 500
     return _StreamedError(status, text)
 
 
