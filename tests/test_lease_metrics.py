@@ -201,6 +201,9 @@ async def test_the_listener_answers_what_it_has_and_refuses_the_rest(bench: Watc
         head, body = await fetch(port, b"GET /metrics?x=1 HTTP/1.1\r\n" + accept)
         assert b"application/openmetrics-text" in head
         assert body.endswith(b"# EOF\n")
+        for accept in (b"text/plain; version=x", b"application/openmetrics-text; version=1.x"):
+            head, _ = await fetch(port, b"GET /metrics HTTP/1.1\r\nAccept: %b\r\n\r\n" % accept)
+            assert head.startswith(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain; version=")
         head, body = await fetch(port, b"HEAD /metrics HTTP/1.1\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
         assert body == b""
@@ -249,6 +252,7 @@ async def test_a_port_that_is_taken_is_named(bench: Watched):
     [
         (["--metrics-port=x"], "--metrics-port .* must be 0 to 65535"),
         (["--metrics-port=70000"], "--metrics-port .* must be 0 to 65535"),
+        (["--metrics-port=0000801234"], "--metrics-port .* must be 0 to 65535"),
         (["--metrics-host=0.0.0.0"], "--metrics-host needs --metrics-port"),
         (["--metrics-port=7600"], "--metrics-port must differ from --port"),
     ],

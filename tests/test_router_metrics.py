@@ -17,9 +17,11 @@ from test_workers import workers
 from kvturn.metrics import PageWriter
 from kvturn.tracing import Tracing
 from kvturn.v1 import router_pb2, router_pb2_grpc
+from kvturn_router import worker_pages
 from kvturn_router.metrics import FAMILIES
 from kvturn_router.turn.account import Account
 from kvturn_router.turn.counts import Outcome, TurnCounts
+from kvturn_router.worker_pages import WorkerPages, WorkerPlace
 
 PATH = "/metrics"
 TURNS = "kvturn_router_turns_total"
@@ -234,6 +236,8 @@ async def test_all_families_are_there_from_the_start_and_in_both_formats():
         assert answer.headers["content-type"].startswith("application/openmetrics-text")
         assert answer.body.endswith(b"# EOF\n")
         assert answer.body.count(b"# EOF") == 1
+        answer = await rig.ask("GET", PATH, headers=[("accept", "text/plain; version=x")])
+        assert answer.headers["content-type"].startswith("text/plain")
         assert (await rig.ask("POST", PATH)).status == 405
         assert (await rig.ask("HEAD", PATH)).status == 200
 
@@ -277,6 +281,21 @@ async def pages_of(router: Process, count: int, named: int) -> list[MetricsPage]
         pages.append(page)
         client.close()
     return pages
+
+
+async def test_a_page_that_is_too_long_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No more of another worker's page is read than a page may have."""
+    monkeypatch.setattr(worker_pages, "_PAGE_BYTES_MAX", 1_000)
+    long = {"family": [([str(number)], 1.0) for number in range(1_000)]}
+    first = WorkerPages(WorkerPlace(1, tmp_path), lambda: long)
+    second = WorkerPages(WorkerPlace(2, tmp_path), dict)
+    await first.start()
+    await second.start()
+    assert await second.all() == {"2": {}}
+    monkeypatch.setattr(worker_pages, "_PAGE_BYTES_MAX", 1_000_000)
+    assert await second.all() == {"1": long, "2": {}}
+    first.stop()
+    second.stop()
 
 
 async def test_whichever_worker_is_asked_tells_of_all():

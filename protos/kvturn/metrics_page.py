@@ -57,7 +57,10 @@ async def written(
     `pages` come by the name of the worker that each is of; with one that is named "" there is no
     such label. Lets others on the event loop go on between families.
     """
-    encode, content_type = choose_encoder(accept)
+    try:
+        encode, content_type = choose_encoder(accept)
+    except (TypeError, ValueError):  # the library cannot compare a version that is no number
+        encode, content_type = choose_encoder("")
     out = bytearray()
     ends = False
     for family in families:
