@@ -204,6 +204,7 @@ async def test_conversations_are_listed_as_the_lease_service_has_them():
     ("query", "field"),
     [
         ("limit=0", "limit"), ("limit=1001", "limit"), ("limit=x", "limit"), ("limit=", "limit"),
+        ("limit=0000000019999", "limit"), (f"limit={'9' * 5_000}", "limit"),
         ("limit=1&limit=2", "limit"), ("model=", "model"), ("modell=m", "modell"),
         (f"tenant={'t' * 257}", "tenant"),
     ],

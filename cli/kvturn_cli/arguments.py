@@ -6,6 +6,7 @@ Commands that ask the lease service share the variables KVTURN_OPERATOR_*, see l
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -92,16 +93,21 @@ class Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+def _whole(text: str) -> int:
+    """Returns the whole number of 0 or more that a text is, -1 if none that fits 64 bits."""
+    return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else -1
+
+
 def port(text: str) -> int:
     """Reads a TCP port, 0 to 65535; 0 means any free one."""
-    if not text.isdecimal() or int(text) > 65_535:
+    if not 0 <= _whole(text) <= 65_535:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port; give 0 to 65535")
     return int(text)
 
 
 def positive(text: str) -> int:
     """Reads a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
+    if _whole(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
@@ -158,7 +164,7 @@ def at_most(most: int) -> Callable[[str], int]:
     """Returns what reads a whole number from 1 to `most`."""
 
     def read(text: str) -> int:
-        if not text.isdecimal() or not 1 <= int(text) <= most:
+        if not 1 <= _whole(text) <= most:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {most}")
         return int(text)
 

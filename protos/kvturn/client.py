@@ -21,6 +21,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import re
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import grpc
@@ -60,6 +61,8 @@ _OPTIONS = (
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.enable_http_proxy", 0),
 )
+
+_digits = re.compile("[0-9]{1,9}")
 
 # Of calls that ended without a word from the router itself.
 _STATUSES = {
@@ -491,10 +494,10 @@ def _router_error(error: grpc.aio.AioRpcError) -> RouterError:
     retry_after = metadata.get("retry_after", "")
     return RouterError(
         error.details() or code.name,
-        status=int(status) if status.isdigit() else _STATUSES.get(code, 500),
+        status=int(status) if _digits.fullmatch(status) else _STATUSES.get(code, 500),
         code=code,
         reason=reason,
         field=metadata.get("field"),
         body=metadata.get("body", ""),
-        retry_after_s=float(retry_after) if retry_after.isdigit() else None,
+        retry_after_s=float(retry_after) if _digits.fullmatch(retry_after) else None,
     )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import math
+import re
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
@@ -590,8 +591,8 @@ class _Parser:
         def parse(text: str) -> int | str:
             if text == "":
                 return ""
-            problem = f"{_both(name)} must be 0 to 65535"
-            _check(text.isascii() and text.isdigit() and int(text[:6]) <= 65_535, problem)
+            is_port = re.fullmatch(r"[0-9]{1,5}", text) is not None and int(text) <= 65_535
+            _check(is_port, f"{_both(name)} must be 0 to 65535")
             return int(text)
 
         self._add(name, "N", "", parse, meaning)

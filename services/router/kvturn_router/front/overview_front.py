@@ -4,6 +4,7 @@ Both are put together when somebody asks, and bounded whoever asks.
 """
 
 import os
+import re
 import socket
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -178,7 +179,7 @@ def _told(entry: ConversationEntry) -> Mapping[str, object]:
 
 def _limit(given: Mapping[str, str]) -> int:
     text = given.get("limit", str(_LISTED))
-    if not (text.isascii() and text.isdigit() and 1 <= int(text[:9]) <= LISTED_MAX):
+    if not (re.fullmatch(r"[0-9]{1,9}", text) and 1 <= int(text) <= LISTED_MAX):
         raise bad_field("limit", f"limit must be a whole number from 1 to {LISTED_MAX}.")
     return int(text)
 
