@@ -21,6 +21,7 @@ logger = logging.getLogger("kvturn.router.workers")
 _ANSWER_S: Final = 1.0
 """How long another worker's page may take."""
 _PAGE_BYTES_MAX: Final = 16 << 20
+_PIECE_BYTES: Final = 64 << 10
 
 _decode: Final = msgspec.msgpack.Decoder(
     dict[str, list[tuple[list[str], float | tuple[list[int], float]]]]
@@ -84,9 +85,14 @@ class WorkerPages:
     async def _ask(path: Path) -> Page:
         try:
             async with asyncio.timeout(_ANSWER_S):
-                reader, writer = await asyncio.open_unix_connection(path, limit=_PAGE_BYTES_MAX)
+                reader, writer = await asyncio.open_unix_connection(path)
                 try:
-                    return dict(_decode(await reader.read(-1)))
+                    text = bytearray()
+                    while piece := await reader.read(_PIECE_BYTES):
+                        text += piece
+                        if len(text) > _PAGE_BYTES_MAX:
+                            return {}
+                    return dict(_decode(text))
                 finally:
                     writer.close()
         except (OSError, TimeoutError, msgspec.DecodeError):
