@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -163,6 +164,13 @@ def status_of_export(connection: HTTPConnection) -> int:
             413,
             "smaller batches",
         ),
+        (
+            "/v1/traces",
+            {"content-type": PROTOBUF, "content-length": "9" * 5_000},
+            b"",
+            413,
+            "smaller batches",
+        ),
     ],
 )
 def test_who_is_refused_is_told_what_to_send(
@@ -252,6 +260,30 @@ def test_more_connections_than_there_may_be_are_closed(
     assert status == 200
 
 
+def test_a_connection_that_gets_no_thread_takes_no_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine without room for a thread, for a time: it is closed, and the next is served."""
+    monkeypatch.setattr(otlp_http, "CONNECTIONS_MAX", 1)
+    file = TraceFile(tmp_path / "traces.jsonl")
+    listener = TraceListener(file, "127.0.0.1", 0)
+    listener.start()
+    connection = HTTPConnection("127.0.0.1", listener.port, timeout=10)
+    with monkeypatch.context() as full:
+
+        def start(_: threading.Thread) -> None:
+            raise RuntimeError("can't start new thread")
+
+        full.setattr(threading.Thread, "start", start)
+        with pytest.raises((ConnectionError, HTTPException)):
+            status_of_export(connection)
+    connection.close()
+    assert status_of_export(connection) == 200
+    connection.close()
+    listener.stop()
+    file.close()
+
+
 def test_an_empty_request_is_an_empty_object() -> None:
     """A request without spans is legal."""
     assert to_otlp_json(trace_service_pb2.ExportTraceServiceRequest()) == {}
@@ -269,6 +301,25 @@ def test_a_full_trace_file_moves_aside(tmp_path: Path) -> None:
     assert path.stat().st_size <= 100
     lines = (older.read_text() + path.read_text()).splitlines()
     assert [json.loads(line)["n"] for line in lines] == list(range(30 - len(lines), 30))
+
+
+def test_a_trace_file_that_cannot_move_aside_is_tried_again(tmp_path: Path) -> None:
+    """Each export is refused until it can, and the file takes what comes then."""
+    path = tmp_path / "traces.jsonl"
+    file = TraceFile(path, bytes_max=150)
+    file.take(SPANS)
+    before = path.read_text()
+    in_the_way = tmp_path / "traces.jsonl.1"
+    in_the_way.mkdir()
+    for _ in range(2):
+        with pytest.raises(IsADirectoryError):
+            file.take(SPANS)
+    in_the_way.rmdir()
+    file.take(SPANS)
+    assert (in_the_way.read_text(), path.read_text()) == (before, before)
+    file.close()
+    with pytest.raises(OSError, match="the receiver ends"):
+        file.take(SPANS)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "folder"])

@@ -35,6 +35,7 @@ _READ_BYTES: Final = 64 << 10
 _PROTOBUF: Final = "application/x-protobuf"
 _JSON: Final = "application/json"
 _GZIP_WBITS: Final = 31
+_LENGTH_DIGITS_MAX: Final = 20
 
 
 class TraceListener:
@@ -72,9 +73,13 @@ class _Server(ThreadingHTTPServer):
         TCPServer.server_bind(self)  # The one between would look up the host's name.
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        if self._free.acquire(blocking=False):
+        if not self._free.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
             super().process_request(request, client_address)
-        else:
+        except RuntimeError:  # There is no thread for it.
+            self._free.release()
             self.shutdown_request(request)
 
     def process_request_thread(self, request: Any, client_address: Any) -> None:
@@ -136,13 +141,15 @@ class _Handler(BaseHTTPRequestHandler):
             raise _Refused(HTTPStatus.BAD_REQUEST, problem) from None
 
     def _body(self) -> bytes:
-        length = self.headers.get("content-length", "")
-        if not length.isdecimal():
+        digits = self.headers.get("content-length", "")
+        if not (digits.isascii() and digits.isdecimal()):
             raise _Refused(HTTPStatus.LENGTH_REQUIRED, "send a content-length")
-        if int(length) > MESSAGE_BYTES_MAX:
+        # Python reads no number of thousands of digits.
+        length = int(digits) if len(digits) <= _LENGTH_DIGITS_MAX else MESSAGE_BYTES_MAX + 1
+        if length > MESSAGE_BYTES_MAX:
             raise _too_large()
-        body = self.rfile.read(int(length))
-        if len(body) < int(length):
+        body = self.rfile.read(length)
+        if len(body) < length:
             raise ConnectionResetError
         return body
 

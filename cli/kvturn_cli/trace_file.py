@@ -61,6 +61,7 @@ class TraceFile:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] = path.open("ab")
         self._lock = threading.Lock()
+        self._ended = False
 
     def take(self, request: ExportTraceServiceRequest) -> None:
         """Writes a request; one without spans, with which a receiver is tried, gives no line.
@@ -70,12 +71,14 @@ class TraceFile:
         if request.resource_spans:
             body = json.dumps(to_otlp_json(request), separators=(",", ":"))
             with self._lock:
-                if self._file.closed:
+                if self._ended:
                     raise OSError("the receiver ends")
                 self.write(body.encode())
 
     def write(self, line: bytes) -> None:
-        """Writes one line."""
+        """Writes one line. Raises OSError; the next line is tried anew."""
+        if self._file.closed:  # It could not move aside.
+            self._file = self._path.open("ab")
         if self._file.tell() + len(line) > self._bytes_max:
             self._file.close()
             self._path.replace(self._path.with_name(self._path.name + ".1"))
@@ -86,4 +89,5 @@ class TraceFile:
     def close(self) -> None:
         """Closes the file, once a line that is being written is whole."""
         with self._lock:
+            self._ended = True
             self._file.close()
