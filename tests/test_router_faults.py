@@ -276,15 +276,15 @@ async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the
 
         left = asyncio.Event()
         pool.send = slow_send  # type: ignore[method-assign]
-        clients = [await rig.client() for _ in range(200)]
+        clients = [await rig.client() for _ in range(400)]
         for client in clients:
             await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
-        await rig.until(lambda: connecting == 200)
+        await rig.until(lambda: connecting == 400)
         for client in clients:
             client.close()
         await rig.until(lambda: rig.server._forwarder.in_flight == 0)
         left.set()
-        await rig.decode.turn(200)
+        await rig.decode.turn(400)
         for seen in rig.decode.turns:
             assert seen.json["max_tokens"] == 1
             assert seen.json["stream"] is False

@@ -25,6 +25,7 @@ from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.front.http_wire import Listener
 from kvturn_router.turn import counts
 from kvturn_router.turn.forward import Forwarder
+from kvturn_router.turn.releases import RELEASES
 
 TURNS_IN_FLIGHT: Final = Family("kvturn_router_turns_in_flight", "gauge", "Turns being served.")
 TURNS_MAX: Final = Family(
@@ -107,6 +108,7 @@ LOOP_LAG: Final = Family(
 
 FAMILIES: Final = (
     *counts.FAMILIES,
+    RELEASES,
     WAIT,
     TURNS_IN_FLIGHT,
     TURNS_MAX,
@@ -148,6 +150,7 @@ class RouterMetrics:
         """Returns all that there is to tell now."""
         page = PageWriter()
         self.forwarder.counts.write(page)
+        self.forwarder.releases.write(page)
         self._write_load(page)
         self._write_engines(page)
         for front, errors in self._errors():

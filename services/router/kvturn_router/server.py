@@ -32,6 +32,8 @@ _UNDERWAY_S: Final = 0.5
 """How long after the last connection was taken requests may be on their way on those there are."""
 _LAST_WORDS_S: Final = 0.5
 """How long clients have to take the error that ends their stream."""
+_RELEASES_S: Final = 2.0
+"""How long, after all turns, what prefill still holds for them may take to be released."""
 
 
 class ListenError(Exception):
@@ -199,6 +201,7 @@ class RouterServer:
         self._listener.abort()
         if grpc_stop is not None:
             await grpc_stop
+        await self._forwarder.releases.finish(_RELEASES_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -67,12 +67,10 @@ from kvturn_router.turn.prefill_answer import (
 from kvturn_router.turn.read_watch import ReadWatch, StuckReadFault
 from kvturn_router.turn.recent_turns import RecentTurns
 from kvturn_router.turn.relay import AnswerSink, Relay
+from kvturn_router.turn.releases import Releases
 from kvturn_router.turn.stock import Handle, StockTap
 from kvturn_router.turn.stock_reuse import StockReuse
 from kvturn_router.verdict import Verdict
-
-_RELEASES_MAX: Final = 256
-"""Requests under way at once that only release what prefill holds."""
 
 _GRANT_WAIT_S: Final = 1.0
 """How long the account of a turn that decode served alone waits for the tokens that its grant
@@ -152,7 +150,7 @@ class Forwarder:
         self.counts = TurnCounts()
         self.awaiting_grant: set[_Turn] = set()
         """Turns that were served and of which only the grant will tell all."""
-        self._releases: set[asyncio.Task[None]] = set()
+        self.releases = Releases(legs, fleet, silence_s=limits.prefill_silence_s)
 
     @property
     def in_flight(self) -> int:
@@ -207,37 +205,6 @@ class Forwarder:
                 501, "There is no lease service to keep it alive at.", reason="NOT_OFFERED"
             )
         return await self.lease.client.keep_alive(key, absence_s)
-
-    def release(self, engine: Engine, request: TurnRequest, transfer: bytes, turn: Span) -> None:
-        """Has decode fetch, and so release, what prefill holds for a turn that is over.
-
-        That is `engine`, or if it does not work another one. `turn` is the turn's span.
-        """
-        usable = [one for one in (engine, *self.fleet.decodes) if one.usable]
-        if not usable or len(self._releases) >= _RELEASES_MAX:
-            return
-        engine = usable[0]
-        parts = _prefill_parts(request, transfer)
-        task = self.loop.create_task(self._release(engine, request, parts, turn))
-        self._releases.add(task)
-        task.add_done_callback(self._releases.discard)
-
-    async def _release(
-        self, engine: Engine, request: TurnRequest, parts: list[bytes], turn: Span
-    ) -> None:
-        try:
-            exchange = await self.legs.send(
-                engine,
-                request,
-                request.path,
-                parts,
-                turn,
-                silence_s=self.limits.prefill_silence_s,
-                again_if_stale=False,
-            )
-            await whole_body(exchange)
-        except EngineFault:
-            return
 
 
 class _Turn:
@@ -767,7 +734,8 @@ class _Turn:
         request = self._request
         if self._unfetched is not None and not self._relay.started and request.members:
             engine, transfer = self._unfetched
-            self._forwarder.release(engine, request, transfer, self._span)
+            parts = _prefill_parts(request, transfer)
+            self._forwarder.releases.add(engine, request, parts, self._span)
         account = self._account
         awaits_grant = (
             fault is None
