@@ -7,8 +7,9 @@ import pytest
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
+from kvturn.address import EngineAddress
 from kvturn_router.engines.admission import Admission
-from kvturn_router.engines.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines.engine import DECODE, PREFILL, Engine
 from kvturn_router.engines.fleet import FLAGS, Fleet
 from kvturn_router.engines.health import Health
 from kvturn_router.engines.waiting import NoPlace, NoRoom, Waiting, WaitingRoom

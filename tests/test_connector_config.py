@@ -117,9 +117,12 @@ def test_a_lease_service_of_several_processes_is_a_list() -> None:
         ("kvturn_lease_endpoint", 50051, "expected text"),
         ("kvturn_engine_name", 7, "expected text"),
         ("kvturn_engine_name", "n" * 129, "128 bytes"),
+        ("kvturn_engine_name", "a\x1b[31m", "cannot be shown"),
         ("kvturn_http_address", "10.0.0.7:8200", "http://"),
         ("kvturn_http_address", "ftp://10.0.0.7", "http://"),
         ("kvturn_http_address", "http://", "http://"),
+        ("kvturn_http_address", "http://10.0.0.7:8200/v1", "http://10.0.0.6:8200"),
+        ("kvturn_http_address", "http://a..b:8200", "1 to 63 characters"),
         ("kvturn_http_address", None, "expected text"),
         ("kvturn_otlp_endpoint", "127.0.0.1:4317", "http://"),
         ("bidirectional_kv_xfer", "true", "true or false"),
@@ -140,7 +143,12 @@ def test_a_lease_service_of_several_processes_is_a_list() -> None:
         ("kvturn_secret_file", "a\0b", "cannot be read"),
         ("kvturn_secret_file", "/", "cannot be read"),
         ("kvturn_secret_file", b"secret", "expected text"),
-        ("kvturn_leese_endpoint", "localhost:1", "kvturn_lease_endpoint"),
+        ("kvturn_leese_endpoint", "localhost:1", "did you mean kvturn_lease_endpoint?"),
+        ("kvturn_ttl", 9, "known are kvturn_engine_name"),
+        ("bidirectional_kv_xfr", True, "did you mean bidirectional_kv_xfer?"),
+        ("decoder_kv_block_ttl", 9, "did you mean decoder_kv_blocks_ttl?"),
+        ("kv_recompute_treshold", 9, "did you mean kv_recompute_threshold?"),
+        ("kvtrun_lease_endpoint", "a:1", "did you mean kvturn_lease_endpoint?"),
     ],
 )
 def test_wrong_value_is_refused_by_name(key: str, value: Any, fix: str) -> None:
@@ -154,7 +162,7 @@ def test_wrong_value_is_refused_by_name(key: str, value: Any, fix: str) -> None:
 
 
 def test_keys_of_upstream_are_not_judged() -> None:
-    """Only kvturn's own prefix is closed."""
+    """Only kvturn's own prefix is closed, and what can only be a slip is told."""
     ConnectorConfig.from_extra({"backends": ["UCX"], "some_future_key": object()})
 
 

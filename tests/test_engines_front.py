@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from kvturn.address import EngineAddress
 from kvturn.keys import watched_keys
-from kvturn_router.engines.engine import Engine, EngineAddress
+from kvturn_router.engines.engine import Engine
 from kvturn_router.engines.fleet import FLAGS, AnnouncedEngine, Fleet
 from kvturn_router.engines.health import Health
 from kvturn_router.errors import TurnError

@@ -5,7 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from kvturn_router.engines.engine import DECODE, Engine, EngineAddress, engine_address
+from kvturn.address import EngineAddress, engine_address
+from kvturn_router.engines.engine import DECODE, Engine
 from kvturn_router.engines.fleet import (
     ENGINES_MAX,
     FLAGS,

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 import os
-import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvturn.address import addresses
+from kvturn.address import addresses, engine_address
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.tls import TlsFiles
@@ -33,7 +33,20 @@ _ACCESS_KEYS = (
     "kvturn_lease_ca",
     "kvturn_lease_token_file",
 )
-_URL = re.compile(r"https?://[^\s/]+(/\S*)?")
+_OWN_KEYS = (
+    "kvturn_lease_endpoint",
+    "kvturn_engine_name",
+    "kvturn_http_address",
+    "kvturn_question_deadline_ms",
+    "kvturn_retentions_max",
+    "kvturn_secret_file",
+    *_OTLP_KEYS,
+    "kvturn_nixl_progress_delay_us",
+    *_ACCESS_KEYS,
+)
+_UPSTREAM_KEYS = ("bidirectional_kv_xfer", "kv_recompute_threshold", "decoder_kv_blocks_ttl")
+_ALIKE = 0.85
+"""How alike a key must be to one of these to be taken for it, misspelt; 1: equal."""
 
 
 class ConfigError(ValueError):
@@ -90,22 +103,10 @@ class ConnectorConfig:
         """Reads and checks `kv_connector_extra_config`.
 
         Raises:
-            ConfigError: an unknown `kvturn_*` key, a wrong type or a value out of range.
+            ConfigError: an unknown `kvturn_*` key, one that is misspelt, a wrong type or a value
+                out of range.
         """
-        known = {
-            "kvturn_lease_endpoint",
-            "kvturn_engine_name",
-            "kvturn_http_address",
-            "kvturn_question_deadline_ms",
-            "kvturn_retentions_max",
-            "kvturn_secret_file",
-            *_OTLP_KEYS,
-            "kvturn_nixl_progress_delay_us",
-            *_ACCESS_KEYS,
-        }
-        for key in extra:
-            if key.startswith(_PREFIX) and key not in known:
-                raise ConfigError(f"{key}: unknown key; known are {', '.join(sorted(known))}")
+        _refuse_unknown(extra)
         return cls(
             lease_endpoints=_endpoints(extra, "kvturn_lease_endpoint"),
             engine_name=_name(extra, "kvturn_engine_name"),
@@ -127,6 +128,19 @@ class ConnectorConfig:
 def turned_off_by(extra: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the switches that are not set, for want of which the connector is the stock one."""
     return tuple(key for key in SWITCHES if not extra.get(key))
+
+
+def _refuse_unknown(extra: Mapping[str, Any]) -> None:
+    # Other keys are upstream's own, which it does not judge either.
+    known = (*_OWN_KEYS, *_UPSTREAM_KEYS)
+    for key in extra:
+        if key in known:
+            continue
+        meant = difflib.get_close_matches(key, known, 1, _ALIKE)
+        if meant:
+            raise ConfigError(f"{key}: unknown key; did you mean {meant[0]}?")
+        if key.startswith(_PREFIX):
+            raise ConfigError(f"{key}: unknown key; known are {', '.join(sorted(_OWN_KEYS))}")
 
 
 def _traces(extra: Mapping[str, Any]) -> Destination | None:
@@ -171,6 +185,8 @@ def _name(extra: Mapping[str, Any], key: str) -> str:
     name = _text(extra, key)
     if len(name.encode(errors="replace")) > NAME_BYTES_MAX:
         raise ConfigError(f"{key}: longer than {NAME_BYTES_MAX} bytes")
+    if not name.isprintable():
+        raise ConfigError(f"{key}: {name!r} has characters that cannot be shown; leave them out")
     return name
 
 
@@ -183,10 +199,11 @@ def _endpoints(extra: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 
 def _url(extra: Mapping[str, Any], key: str) -> str:
-    url = _text(extra, key).rstrip("/")
-    if url and not _URL.fullmatch(url):
-        raise ConfigError(f'{key}: {url!r} is not a URL such as "http://127.0.0.1:4317"')
-    return url
+    url = _text(extra, key)
+    try:
+        return engine_address(url).url if url else ""
+    except ValueError as error:
+        raise ConfigError(f"{key}: {url!r} {error}, such as http://10.0.0.6:8200") from None
 
 
 def _lease_access(extra: Mapping[str, Any]) -> LeaseAccess:

@@ -7,6 +7,7 @@ per rank). Without `kvturn_lease_endpoint`, or with `bidirectional_kv_xfer: fals
 
 from __future__ import annotations
 
+import logging
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_connector.config import ConfigError, ConnectorConfig
+from kvturn_connector.config import NAME_BYTES_MAX, ConfigError, ConnectorConfig
 from kvturn_connector.decode import DecodeScheduler, engine_waker
 from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.metrics import KvturnPromMetrics, KvturnStats
@@ -41,6 +42,8 @@ ROLES = {
     "kv_consumer": common_pb2.ENGINE_ROLE_DECODE,
     "kv_both": common_pb2.ENGINE_ROLE_BOTH,
 }
+
+logger = logging.getLogger("vllm.kvturn")
 
 
 class BothScheduler(PrefillScheduler, DecodeScheduler):
@@ -65,6 +68,11 @@ class KvturnConnector(NixlPullConnector):
         config = ConnectorConfig.from_extra(transfer.kv_connector_extra_config)
         self._client: LeaseClient | None = None
         if not config.active:
+            if config.lease_endpoints and role == KVConnectorRole.SCHEDULER:
+                logger.warning(
+                    "kvturn: kvturn_lease_endpoint is set and bidirectional_kv_xfer is not: nothing"
+                    " is retained and nothing read; set it to true in kv_connector_extra_config"
+                )
             with nixl_progress_delay(config.nixl_progress_delay_us):
                 super().__init__(vllm_config, role, kv_cache_config)
             return
@@ -175,7 +183,13 @@ def _engine_name(vllm_config: VllmConfig, config: ConnectorConfig, nixl_engine_i
     if not config.engine_name:
         return nixl_engine_id
     index = vllm_config.parallel_config.data_parallel_index
-    return f"{config.engine_name}-dp{index}" if index else config.engine_name
+    name = f"{config.engine_name}-dp{index}" if index else config.engine_name
+    if len(name.encode()) > NAME_BYTES_MAX:
+        raise ConfigError(
+            f"kvturn_engine_name: {name!r}, the name of this data-parallel rank, is longer than"
+            f" {NAME_BYTES_MAX} bytes; shorten it"
+        )
+    return name
 
 
 def _describe(

@@ -6,9 +6,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from kvturn.address import engine_address
 from kvturn.otlp import GRPC
 from kvturn.v1 import common_pb2, lease_pb2
-from kvturn_router.engines.engine import engine_address
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from importlib.metadata import version
 
 import uvloop
 
-from kvturn.address import address_of
+from kvturn.address import EngineAddress, address_of
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
@@ -38,7 +38,7 @@ from kvturn.watched import warn_of_open_secrets
 from kvturn_router.choice.costs import Costs
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.engines.admission import Admission
-from kvturn_router.engines.engine import DECODE, PREFILL, Engine, EngineAddress
+from kvturn_router.engines.engine import DECODE, PREFILL, Engine
 from kvturn_router.engines.fleet import FLAGS, Fleet
 from kvturn_router.engines.health import Health
 from kvturn_router.engines.health_watch import HealthWatch

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from kvturn.address import addresses, is_host
+from kvturn.address import EngineAddress, addresses, engine_address, is_host
 from kvturn.keys import parse_keys
 from kvturn.lease_access import lease_access
 from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
@@ -21,7 +21,6 @@ from kvturn.spelling import one_line, unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
 from kvturn.watched import FileFault, read_file
 from kvturn_router.choice.plan import PlanKind, Thresholds
-from kvturn_router.engines.engine import EngineAddress, engine_address
 from kvturn_router.request.conversation import SESSION_HEADERS
 from kvturn_router.telemetry.sampling import Sampler, sampler_of
 

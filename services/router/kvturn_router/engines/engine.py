@@ -1,10 +1,8 @@
 """One engine: where it listens, its connections, its load, whether it may be given turns."""
 
-import ipaddress
-import re
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
-from kvturn.address import is_host
+from kvturn.address import EngineAddress
 from kvturn.tls import ClientTls
 from kvturn_router.engines.engine_http import (
     EnginePool,
@@ -20,55 +18,6 @@ if TYPE_CHECKING:
 PREFILL: Final = "prefill"
 DECODE: Final = "decode"
 BOTH: Final = "both"
-
-_URL: Final = re.compile(
-    r"http(?P<tls>s)?://(?P<host>[a-z0-9._-]{1,253}|\[[0-9a-f:.]+\])(:(?P<port>[0-9]{1,5}))?/?",
-    re.IGNORECASE | re.ASCII,
-)
-
-
-class EngineAddress(NamedTuple):
-    """Where an engine listens."""
-
-    url: str
-    """As given, without a trailing slash."""
-    host: str
-    """A name or an IP address, IPv6 without brackets."""
-    port: int
-
-    @property
-    def secure(self) -> bool:
-        """Whether it is spoken to over TLS."""
-        return self.url.lower().startswith("https://")
-
-    @property
-    def place(self) -> str:
-        """The address in the form in which two that mean the same engine are equal."""
-        host = "127.0.0.1" if self.host == "localhost" else self.host
-        return f"{host}:{self.port}"
-
-
-def engine_address(url: str) -> EngineAddress:
-    """Returns the parts of an engine's base URL.
-
-    Raises ValueError, in words that follow the URL, if it is not
-    `http://HOST:PORT` or `https://HOST:PORT` with nothing after it.
-    """
-    if not url.lower().startswith(("http://", "https://")):
-        raise ValueError("must begin with http:// or https://")
-    parts = _URL.fullmatch(url)
-    port = int(parts["port"] or (443 if parts["tls"] else 80)) if parts else 0
-    if parts is None or not 0 < port < 65_536:
-        raise ValueError("must be http://HOST:PORT and nothing more")
-    host = parts["host"].lower()
-    if host.startswith("["):
-        try:
-            host = ipaddress.IPv6Address(host[1:-1]).compressed
-        except ValueError:
-            raise ValueError("must have an IPv6 address in its brackets") from None
-    elif not is_host(host):
-        raise ValueError("must have a host whose parts have 1 to 63 characters")
-    return EngineAddress(url.removesuffix("/"), host, port)
 
 
 class Engine:

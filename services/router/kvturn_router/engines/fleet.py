@@ -16,17 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import Final, Literal, NamedTuple
 
-from kvturn_router.engines.engine import (
-    BOTH,
-    DECODE,
-    PREFILL,
-    Engine,
-    EngineAddress,
-    engine_address,
-)
+from kvturn.address import EngineAddress, engine_address
+from kvturn_router.engines.engine import BOTH, DECODE, PREFILL, Engine
 from kvturn_router.engines.loads import Loads
 
-__all__ = ["DECODE", "PREFILL", "Engine", "EngineAddress", "Fleet", "engine_address"]
+__all__ = ["DECODE", "PREFILL", "Engine", "Fleet"]
 
 logger = logging.getLogger("kvturn.router.fleet")
 

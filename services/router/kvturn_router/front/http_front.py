@@ -9,8 +9,9 @@ from urllib.parse import parse_qs, unquote
 import httptools
 import msgspec
 
+from kvturn.address import engine_address
 from kvturn_router.engines.engine_http import ConnectFault, EngineFault, Exchange
-from kvturn_router.engines.fleet import DECODE, Engine, Fleet, engine_address
+from kvturn_router.engines.fleet import DECODE, Engine, Fleet
 from kvturn_router.engines.health_watch import ROUTER_MARK
 from kvturn_router.errors import TurnError, bad_field, shown
 from kvturn_router.front.engines_front import DRAIN, ENGINES, EnginesFront

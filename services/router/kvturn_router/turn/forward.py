@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Final
 
+from kvturn.address import engine_address
 from kvturn.span_wire import INTERNAL
 from kvturn.tracing import Span
 from kvturn_router.choice.costs import Costs
@@ -32,7 +33,7 @@ from kvturn_router.engines.engine_http import (
     LostFault,
     SilentFault,
 )
-from kvturn_router.engines.fleet import DECODE, PREFILL, Engine, Fleet, engine_address
+from kvturn_router.engines.fleet import DECODE, PREFILL, Engine, Fleet
 from kvturn_router.engines.loads import Loads, Others
 from kvturn_router.engines.waiting import NoRoom
 from kvturn_router.errors import EngineRefusal, TurnError
