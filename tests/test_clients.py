@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 from response_engine import RESPONSES, offer_responses
-from router_harness import Rig, router
+from router_harness import FakeLease, Rig, router
 from stub_engine import CHAT
 from tool_engine import call_tools, text_of
+
+from kvturn.v1 import lease_pb2
 
 CHECKOUT = Path(__file__).parents[1]
 PYTHON = CHECKOUT / ".envs" / "clients" / "bin" / "python"
@@ -25,6 +27,15 @@ BENCHMARK = shlex.split(os.environ.get("KVTURN_MULTI_TURN_BENCHMARK", ""))
 MODEL = CHECKOUT / "build" / "models" / "smollm2-135m-instruct"
 KEY = [("Authorization", "Bearer none")]
 TEXTS = ["It is Paris: 21 \u00b0C now. \u2600", "It is Rome: 21 \u00b0C now. \u2600"]
+
+
+class Numbering(FakeLease):
+    """Numbers the turns of a conversation that the client named."""
+
+    def answer_to(self, begin: lease_pb2.BeginTurn) -> lease_pb2.TurnBegun:
+        begun = super().answer_to(begin)
+        begun.turn = sum(one.conversation == begin.conversation for one in self.begun)
+        return begun
 
 
 async def run(script: str, rig: Rig, *ways: str) -> list[dict[str, Any]]:
@@ -51,6 +62,22 @@ async def assert_told(done: dict[str, Any], rig: Rig) -> None:
         assert [turn["turn"] for turn in told.json["turns"]] == [1, 2, 3, 4]
 
 
+def assert_known_by_history(talks: list[dict[str, Any]], begun: list[lease_pb2.BeginTurn]) -> None:
+    """Each turn was told with the history of the one before it, byte for byte, calls included.
+
+    By that, and by nothing else where there is no tag, a lease service knows that it goes on from
+    that turn, whatever a client does to answers before it sends them back.
+    """
+    assert len(begun) == 4 * len(talks)
+    for number, done in enumerate(talks):
+        turns = begun[4 * number : 4 * number + 4]
+        by_history = done["tag"] is None
+        assert [turn.recognise for turn in turns] == [False, *[by_history] * 3], done
+        assert len({turn.points[0] for turn in turns}) == 4
+        for one, following in itertools.pairwise(turns):
+            assert one.points[0] in following.points[1:], done
+
+
 @pytest.mark.parametrize(
     ("client", "ways"),
     [
@@ -64,12 +91,15 @@ async def test_a_client_talks_and_calls_its_tool(client: str, ways: list[str]):
     """Streamed and not, tagged and not: each call and each text arrives whole, on both legs.
 
     Every request extends the one before it, decode sees the tool results as the client wrote
-    them, and a tagged conversation is one conversation.
+    them, a tagged conversation is one conversation, and an untagged one can be known for one.
     """
-    async with router() as rig:
+    async with router(lease=Numbering()) as rig:
         rig.decode.script(CHAT, call_tools)
-        for done in await run(f"{client}.py", rig, *ways):
+        talks = await run(f"{client}.py", rig, *ways)
+        await rig.lease.until(lambda: len(rig.lease.turns_ended) == 4 * len(talks))
+        for done in talks:
             await assert_told(done, rig)
+        assert_known_by_history(talks, rig.lease.begun)
         prefills, decodes = rig.prefill.turns, rig.decode.turns
         assert len(prefills) == len(decodes)
         for prefill, decode in zip(prefills, decodes, strict=True):
@@ -91,13 +121,21 @@ async def test_a_client_talks_and_calls_its_tool(client: str, ways: list[str]):
 async def test_a_client_talks_over_responses(client: str, way: str):
     """With the whole history each time, both legs see it; with only what is new, one engine does.
 
-    Three decode engines: the turns of a kept conversation all find the one that keeps it.
+    Three decode engines: the turns of a kept conversation all find the one that keeps it, and
+    without a tag they are one conversation, too.
     """
-    async with router(decodes=3) as rig:
+    async with router(lease=Numbering(), decodes=3) as rig:
         for engine in (*rig.prefills, *rig.decodes):
             offer_responses(engine)
-        for done in await run(f"{client}.py", rig, way):
+        talks = await run(f"{client}.py", rig, way)
+        await rig.lease.until(lambda: len(rig.lease.turns_ended) == 16)
+        for done in talks:
             await assert_told(done, rig)
+        if way == "kept":
+            names = [turn.conversation.conversation_id for turn in rig.lease.begun]
+            assert [names.count(name) for name in dict.fromkeys(names)] == [4] * 4
+        else:
+            assert_known_by_history(talks, rig.lease.begun)
         prefills = [seen.json for seen in rig.prefill.seen if seen.path == RESPONSES]
         decodes = [seen.json for one in rig.decodes for seen in one.seen if seen.path == RESPONSES]
         assert len(decodes) == 16
