@@ -271,6 +271,13 @@ class StubEngine:
         """Answers as prefill."""
         await reply.json(self.prefill_answer())
 
+    def said(self, seen: Seen) -> tuple[list[str], str]:
+        """Returns the tokens that decode answers with, no more than asked for, and why it ends."""
+        names = ("max_tokens", "max_completion_tokens")
+        limits = [limit for name in names if (limit := seen.json.get(name)) is not None]
+        text = self.text[: min(limits, default=len(self.text))]
+        return text, "stop" if len(text) == len(self.text) else "length"
+
     def usage(self) -> dict[str, Any]:
         """Returns decode's usage: the whole prompt counts as cached, for it was pulled."""
         return {
@@ -279,6 +286,13 @@ class StubEngine:
             "completion_tokens": len(self.text),
             "prompt_tokens_details": {"cached_tokens": 48},
         }
+
+    def usage_of(self, text: list[str]) -> dict[str, Any]:
+        """Returns decode's usage where it may not have said all that it has to say."""
+        if len(text) == len(self.text):
+            return self.usage()
+        counted = {"total_tokens": 48 + len(text), "completion_tokens": len(text)}
+        return self.usage() | counted
 
     async def decode(self, seen: Seen, reply: Reply) -> None:
         """Answers as decode."""
@@ -292,11 +306,12 @@ class StubEngine:
 
     def whole_answer(self, seen: Seen) -> dict[str, Any]:
         """Returns decode's answer when it is not streamed."""
-        choice: dict[str, Any] = {"index": 0, "finish_reason": "stop", "logprobs": None}
+        text, finish = self.said(seen)
+        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
         if seen.path == CHAT:
-            choice["message"] = {"role": "assistant", "content": "".join(self.text)}
+            choice["message"] = {"role": "assistant", "content": "".join(text)}
         else:
-            choice["text"] = "".join(self.text)
+            choice["text"] = "".join(text)
         return {
             "id": "chatcmpl-1",
             "object": "chat.completion",
@@ -304,15 +319,16 @@ class StubEngine:
             "model": "m",
             "choices": [choice],
             "system_fingerprint": "fp",
-            "usage": self.usage(),
+            "usage": self.usage_of(text),
             "kv_transfer_params": None,
         }
 
     def events(self, seen: Seen) -> list[bytes]:
         """Returns decode's events when it streams, without the last one."""
+        text, finish = self.said(seen)
         chunks = [chunk({"role": "assistant", "content": ""})]
-        chunks += [chunk({"content": text}) for text in self.text[:-1]]
-        chunks.append(chunk({"content": self.text[-1]}, "stop"))
+        chunks += [chunk({"content": token}) for token in text[:-1]]
+        chunks.append(chunk({"content": "".join(text[-1:])}, finish))
         if (seen.json.get("stream_options") or {}).get("include_usage"):
-            chunks.append(chunk({}) | {"choices": [], "usage": self.usage()})
+            chunks.append(chunk({}) | {"choices": [], "usage": self.usage_of(text)})
         return [event(value) for value in chunks]

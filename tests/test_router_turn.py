@@ -206,18 +206,42 @@ async def test_both_api_shapes_go_through_prefill_and_decode(path):
 
 
 async def test_request_ids_are_the_routers_and_the_clients_is_echoed():
-    """Two requests under one client id reach engines under four ids, none of them the client's."""
+    """Fifty requests at once under one client id reach engines under a hundred, none of them its.
+
+    Each gets the KV of its own prompt, and the answer to it.
+    """
+
+    def asked(seen: Seen) -> str:
+        return str(seen.json["messages"][0]["content"])
+
+    async def prefill(seen: Seen, reply: Reply) -> None:
+        answer = rig.prefill.prefill_answer()
+        answer["kv_transfer_params"]["remote_request_id"] = f"KV of {asked(seen)}"
+        await reply.json(answer)
+
+    async def decode(seen: Seen, reply: Reply) -> None:
+        await reply.json({"choices": [], "text": f"Answer to {asked(seen)}"})
+
+    prompts = [f"prompt {number}" for number in range(50)]
     async with router() as rig:
+        rig.prefill.script(CHAT, prefill)
+        rig.decode.script(CHAT, decode)
+        bodies = [
+            turn_body(request_id="mine", messages=[{"role": "user", "content": prompt}])
+            for prompt in prompts
+        ]
         headers = [("X-Request-Id", "mine")]
-        answers = await asyncio.gather(
-            *(rig.post(turn_body(request_id="mine"), headers=headers) for _ in range(2))
-        )
-        assert [answer.headers["x-request-id"] for answer in answers] == ["mine", "mine"]
-        seen = rig.prefill.turns + rig.decode.turns
-        ids = {request.header("x-request-id") for request in seen}
-        assert len(ids) == 4
+        answers = await asyncio.gather(*(rig.post(body, headers=headers) for body in bodies))
+        assert {answer.headers["x-request-id"] for answer in answers} == {"mine"}
+        assert [answer.json["text"] for answer in answers] == [f"Answer to {x}" for x in prompts]
+        for seen in rig.decode.turns:
+            transfer = seen.json["kv_transfer_params"]
+            assert transfer["remote_request_id"] == f"KV of {asked(seen)}"
+        seen_by_both = rig.prefill.turns + rig.decode.turns
+        ids = {request.header("x-request-id") for request in seen_by_both}
+        assert len(ids) == len(seen_by_both) == 100
         assert "mine" not in ids
-        assert all("request_id" not in request.json for request in seen)
+        assert all("request_id" not in request.json for request in seen_by_both)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -320,14 +344,28 @@ async def test_a_failed_generation_is_passed_as_it_is(finish):
         assert (await rig.post(turn_body())).json == body
 
 
-async def test_max_tokens_one_is_one_token():
-    """Prefill's token is not added to decode's."""
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_max_tokens_one_is_one_token(name, stream):
+    """Each leg is asked for one, and of an engine that has more to say the client gets one."""
+    body = turn_body(max_tokens=..., stream=stream, stream_options={"include_usage": True})
     async with router() as rig:
-        rig.decode.text = ["One"]
-        answer = await rig.post(turn_body(max_tokens=1))
-        assert answer.json["choices"][0]["message"]["content"] == "One"
-        assert answer.json["usage"]["completion_tokens"] == 1
-        assert rig.decode.turns[0].json["max_tokens"] == 1
+        answer = await rig.post(body | {name: 1})
+        legs = [seen.json for seen in rig.prefill.turns + rig.decode.turns]
+        assert [leg[name] for leg in legs] == [1, 1]
+        if stream:
+            assert answer.events.pop() == "[DONE]"
+            chunks = [json.loads(text) for text in answer.events[:-1]]
+            choices = [one for part in chunks for one in part["choices"]]
+            content = "".join(one["delta"]["content"] for one in choices)
+            usage = chunks[-1]["usage"]
+        else:
+            choices = answer.json["choices"]
+            content = choices[0]["message"]["content"]
+            usage = answer.json["usage"]
+        assert (content, choices[-1]["finish_reason"]) == ("The", "length")
+        assert usage["completion_tokens"] == 1
+        assert usage["total_tokens"] == usage["prompt_tokens"] + 1
 
 
 async def test_engines_get_the_clients_key_or_the_configured_one(tmp_path):
