@@ -1,9 +1,11 @@
 """Turns under a lease service: what it is asked and told, and what it can never do to a turn."""
 
 import asyncio
+import base64
 import contextlib
 import hashlib
 import json
+import random
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -301,6 +303,33 @@ async def test_the_id_that_the_service_recognised_is_the_turns():
         assert kvturn(rig.decode.turns[0])["conversation"] == "conv-known"
         await rig.lease.until(lambda: rig.lease.turns_ended)
         assert rig.lease.turns_ended[0].report.conversation_id == "conv-known"
+
+
+async def test_an_image_goes_to_both_legs_as_it_came_and_is_part_of_the_history():
+    """A data URL of 3 MB, with escapes and odd spacing that are the client's own.
+
+    The next turn, which repeats it, is known by it; the same words about another image are not.
+    """
+
+    question = r"""{"role": "user","content":[{"type":"text", "text":"What is this\u003F"},
+        {"type": "image_url","image_url":{ "url": "data:image\/png;base64,IMAGE" }}]}"""
+
+    def asked(image: str, *more: str) -> bytes:
+        return f"[{', '.join((question.replace('IMAGE', image), *more))}]".encode()
+
+    first, other = (base64.b64encode(random.Random(n).randbytes(3 << 20)).decode() for n in (0, 1))
+    answered = '{"role": "assistant", "content": "A cat."}', '{"role":"user","content":"Its name?"}'
+    histories = [asked(first), asked(first, *answered), asked(other, *answered)]
+    async with router(lease=FakeLease()) as rig:
+        for history in histories:
+            body = b'{"model":"m","messages":%b,"stream":true,"max_tokens":9}' % history
+            assert (await rig.post(body)).status == 200
+            assert rig.decode.turns[-1].body.startswith(body[:-1] + b',"kv_transfer_params":{')
+            sent = b'{"model":"m","messages":%b,"stream":false,"max_tokens":1,"kv_' % history
+            assert rig.prefill.turns[-1].body.startswith(sent)
+        one, repeated, another = (begun.points for begun in rig.lease.begun)
+        assert one[0] in repeated[1:]
+        assert not {*one, *repeated} & {*another}
 
 
 async def test_a_short_suffix_is_computed_by_the_holder_alone():
