@@ -2,8 +2,10 @@
 
 import asyncio
 import gzip
+import itertools
 import json
 import time
+from typing import Any
 
 import pytest
 from awake import ends_within, within
@@ -12,6 +14,7 @@ from router_harness import router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
 from kvturn.otlp import PROTOCOLS
+from kvturn_router.engines.engine_http import Exchange
 
 BODY = json.dumps({"choices": [], "text": "x" * 5000}).encode()
 
@@ -54,21 +57,56 @@ async def test_a_handle_of_sixty_thousand_blocks_passes():
 
 
 async def test_clients_that_leave_between_the_legs_leave_nothing():
-    """Fifty times, decode has the request and has not answered: its connection ends each time."""
+    """Fifty times decode has the request and has not answered: its connection ends each time.
 
-    async def wait(seen: Seen, reply: Reply) -> None:
-        await seen.gone.wait()
+    And fifty times it cannot be reached yet: then it fetches, for one token, what prefill holds
+    for the turn. So prefill is asked once, and only once, for the KV of each of the hundred.
+    """
+    numbers = itertools.count()
 
+    async def prefill(seen: Seen, reply: Reply) -> None:
+        answer = rig.prefill.prefill_answer()
+        answer["kv_transfer_params"]["remote_request_id"] = f"p-{next(numbers)}"
+        await reply.json(answer)
+
+    async def decode(seen: Seen, reply: Reply) -> None:
+        if seen.json["max_tokens"] == 1:
+            await rig.decode.decode(seen, reply)
+        else:
+            await seen.gone.wait()
+
+    async def send_in_time(request: bytes, **how: Any) -> Exchange:
+        if request.startswith(b"POST"):
+            connecting.set()
+            await reachable.wait()
+        return await send(request, **how)
+
+    connecting, reachable = asyncio.Event(), asyncio.Event()
     async with router() as rig:
-        rig.decode.script(CHAT, wait)
-        for number in range(1, 51):
+        rig.prefill.script(CHAT, prefill)
+        rig.decode.script(CHAT, decode)
+        pool = rig.server._fleet.holder(rig.decode.url).pool
+        send = pool.send
+        pool.send = send_in_time  # type: ignore[method-assign]
+        for number in range(100):
+            is_reached = number % 2 == 0
+            connecting.clear()
+            (reachable.set if is_reached else reachable.clear)()
             client = await rig.client()
             await client.send("POST", CHAT, json.dumps(turn_body(stream=True)).encode())
-            seen = await rig.decode.turn(number)
+            await connecting.wait()
+            seen = await rig.decode.turn(number + 1) if is_reached else None
             client.close()
-            async with within(2):
-                await seen.gone.wait()
-        await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+            await rig.until(lambda: rig.server._forwarder.in_flight == 0)
+            if seen is not None:
+                async with within(2):
+                    await seen.gone.wait()
+            reachable.set()
+            await rig.decode.turn(number + 1)
+        asked = [seen.json for seen in rig.decode.turns]
+        assert [one["max_tokens"] for one in asked] == [16, 1] * 50
+        handles = [one["kv_transfer_params"]["remote_request_id"] for one in asked]
+        assert handles == [f"p-{number}" for number in range(100)]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

@@ -4,6 +4,7 @@ import asyncio
 import json
 import ssl
 import time
+from itertools import count
 from typing import cast
 
 import pytest
@@ -293,22 +294,48 @@ async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the
 
 @pytest.mark.parametrize("status", [400, 429, 503])
 async def test_what_prefill_holds_is_released_when_decode_refuses(status):
-    """A limit that only decode sees, or no room: the client is told, and decode fetches the KV."""
+    """A limit that only decode sees, or no room, for 200 at once: each client is told, and decode
+    fetches the KV of each."""
+    numbers, all_asked = count(), asyncio.Barrier(200)
+
+    async def prefill(seen: Seen, reply: Reply) -> None:
+        answer = rig.prefill.prefill_answer()
+        answer["kv_transfer_params"]["remote_request_id"] = f"p-{next(numbers)}"
+        await reply.json(answer)
+
+    async def decode(seen: Seen, reply: Reply) -> None:
+        if seen.json["max_tokens"] == 1:
+            await rig.decode.decode(seen, reply)
+        else:
+            await all_asked.wait()
+            await reply.whole(ERROR, status)
+
     async with router(lease=FakeLease()) as rig:
-
-        async def play(seen: Seen, reply: Reply) -> None:
-            if seen.json["max_tokens"] == 1:
-                await rig.decode.decode(seen, reply)
-            else:
-                await reply.whole(ERROR, status)
-
-        rig.decode.script(CHAT, play)
-        assert (await rig.post(turn_body(stream=True))).status == status
-        refused, release = await rig.decode.turn(1), await rig.decode.turn(2)
-        assert release.json["messages"] == refused.json["messages"]
-        assert release.json["stream"] is False
-        # Nothing of it is retained: the handle, and no conversation.
-        assert release.json["kv_transfer_params"] == rig.prefill.handle
+        rig.prefill.script(CHAT, prefill)
+        rig.decode.script(CHAT, decode)
+        bodies = [
+            turn_body(stream=True, messages=[{"role": "user", "content": f"{number}"}])
+            for number in range(200)
+        ]
+        answers = await asyncio.gather(*map(rig.post, bodies))
+        assert {answer.status for answer in answers} == {status}
+        await rig.decode.turn(400)
+        asked = [seen.json for seen in rig.decode.turns]
+        refused, released = (
+            {
+                one["kv_transfer_params"]["remote_request_id"]: one["messages"]
+                for one in asked
+                if one["max_tokens"] == limit
+            }
+            for limit in (16, 1)
+        )
+        assert refused == released
+        assert len(released) == 200
+        for release in (one for one in asked if one["max_tokens"] == 1):
+            assert release["stream"] is False
+            # Nothing of it is retained: the handle, and no conversation.
+            handle = release["kv_transfer_params"]
+            assert handle | {"remote_request_id": "chatcmpl-p"} == rig.prefill.handle
 
 
 async def test_what_decode_may_have_fetched_is_not_fetched_again():

@@ -156,10 +156,13 @@ async def test_a_thousand_streams_run_at_once_and_leave_nothing_behind():
         shares = [engine.in_flight for engine in server._fleet.decodes]
         assert sum(shares) == STREAMS
         assert max(shares) - min(shares) <= STREAMS // 10
-        for data in EVENTS:
+        for sent, data in enumerate(EVENTS, 1):
             for stream in streams:
                 stream.send(data)
-            await asyncio.sleep(0)
+            # Each event reaches all clients before the next is sent, long before any stream ends.
+            await until(
+                lambda sent=sent: all(client.got.count(b"\n\n") == sent for client in clients)
+            )
         for stream in streams:
             stream.send(b"")
         await until(lambda: server._forwarder.in_flight == 0)

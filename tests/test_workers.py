@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator
@@ -170,8 +171,12 @@ async def test_grpc_calls_are_shared_too():
 
 
 @pytest.mark.parametrize("ends_in_time", [True, False])
-async def test_sigterm_lets_the_turns_of_all_workers_end(ends_in_time: bool):
-    """Three streams over HTTP, three over gRPC: whole within the grace, else ended by an error."""
+@pytest.mark.parametrize("count", [1, 2])
+async def test_sigterm_lets_the_turns_of_all_workers_end(count: int, ends_in_time: bool):
+    """Three streams over HTTP, three over gRPC: whole within the grace, else ended by an error.
+
+    So does a router that is one process.
+    """
     release = asyncio.Event()
 
     async def play(seen: Seen, reply: Reply) -> None:
@@ -180,7 +185,7 @@ async def test_sigterm_lets_the_turns_of_all_workers_end(ends_in_time: bool):
         await release.wait()
         await reply.end_stream()
 
-    async with workers(2, f"--grace={20 if ends_in_time else 0.2}") as fleet:
+    async with workers(count, f"--grace={20 if ends_in_time else 0.2}") as fleet:
         router = fleet.router
         fleet.decode.script(CHAT, play)
         streams: list[Client] = []
@@ -217,8 +222,10 @@ async def test_sigterm_lets_the_turns_of_all_workers_end(ends_in_time: bool):
                 assert ends_in_time or json.loads(last.removeprefix(b"data: "))["error"]
         code, errors = await router.end()
         assert (code, "Traceback" in errors) == (0, False)
-        for number in (1, 2):
-            assert f"INFO worker {number} kvturn.router: draining: " in errors
+        named = ["INFO worker 1 ", "INFO worker 2 "] if count == 2 else ["INFO "]
+        told = re.findall(r"(INFO.*)kvturn.router: draining: (\d) turns in flight", errors)
+        assert sorted(name for name, _ in told) == named
+        assert sum(int(turns) for _, turns in told) == 6
     release.set()
 
 
