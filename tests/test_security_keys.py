@@ -205,6 +205,33 @@ async def test_engines_get_their_own_key_alone(keys_file: Path, tmp_path: Path) 
         assert {each.header("authorization") for each in seen} == {"Bearer engine-key"}
 
 
+async def test_engines_get_the_key_that_their_file_holds_now(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Replaced while the router runs: turns, models and health go on with the new one."""
+    monkeypatch.setattr("kvturn.watched.LOOK_INTERVAL_S", 0)
+    own = tmp_path / "own"
+    own.write_text("engine-key\n")
+    async with router(f"--engine-api-key-file={own}") as rig:
+        await rig.post(turn_body())
+        new = tmp_path / "new"
+        new.write_text("another-key\n")
+        new.rename(own)
+        await rig.post(turn_body())
+        await rig.ask("GET", "/v1/models")
+        models = [one for one in rig.decode.seen if one.path == "/v1/models"]
+        for one in (rig.prefill.turns[-1], rig.decode.turns[-1], *models):
+            assert one.header("authorization") == "Bearer another-key"
+        another = ("/health", "Bearer another-key")
+        await rig.until(
+            lambda: another in [(one.path, one.header("authorization")) for one in rig.decode.seen]
+        )
+        new.write_text("two\nkeys\n")
+        new.rename(own)
+        await rig.post(turn_body())
+        assert rig.decode.turns[-1].header("authorization") == "Bearer another-key"
+
+
 async def test_without_keys_engines_judge_the_clients_own() -> None:
     """As ever: the client's header goes on as it came, and any is taken."""
     async with router() as rig:

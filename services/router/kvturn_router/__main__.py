@@ -39,6 +39,7 @@ from kvturn_router.choice.costs import Costs
 from kvturn_router.config import ConfigError, RouterConfig, parse_config
 from kvturn_router.engines.admission import Admission
 from kvturn_router.engines.engine import DECODE, PREFILL, Engine
+from kvturn_router.engines.engine_key import EngineKey
 from kvturn_router.engines.fleet import FLAGS, Fleet
 from kvturn_router.engines.health import Health
 from kvturn_router.engines.health_watch import HealthWatch
@@ -246,11 +247,14 @@ def compose(
     """
     shares_ports = place is not None
     fleet = _fleet(config)
-    forwarder = _forwarder(config, fleet, tracing)
+    engine_key = EngineKey("--engine-api-key-file", config.engine_api_key_file)
+    forwarder = _forwarder(config, fleet, engine_key, tracing)
     intake = _intake(config)
     gate = Gate(config.turns_max)
     bodies = BodyBudget(config.bodies_bytes_max)
-    front = _http_front(config, intake, forwarder, gate, lambda: pages.all(), shares_ports)
+    front = _http_front(
+        config, intake, forwarder, engine_key, gate, lambda: pages.all(), shares_ports
+    )
     listener = Listener(
         front.serve,
         WireLimits(config.body_bytes_max, config.head_bytes_max),
@@ -267,7 +271,7 @@ def compose(
         fleet=fleet,
         health=HealthWatch(
             fleet,
-            authorization=config.engine_authorization,
+            key=engine_key,
             interval_s=config.health_interval_s,
             timeout_s=config.health_timeout_s,
             clock_ns=boottime_ns,
@@ -283,8 +287,10 @@ def compose(
     )
 
 
-def _forwarder(config: RouterConfig, fleet: Fleet, tracing: Tracing) -> Forwarder:
-    legs = Legs(RequestIds(), config.engine_authorization)
+def _forwarder(
+    config: RouterConfig, fleet: Fleet, engine_key: EngineKey, tracing: Tracing
+) -> Forwarder:
+    legs = Legs(RequestIds(), engine_key)
     room = WaitingRoom(
         roles=(DECODE, PREFILL),
         places=config.queue_places,
@@ -345,6 +351,7 @@ def _http_front(
     config: RouterConfig,
     intake: Intake,
     forwarder: Forwarder,
+    engine_key: EngineKey,
     gate: Gate,
     pages: Callable[[], Awaitable[Mapping[str, Page]]],
     one_of_several: bool,
@@ -380,7 +387,7 @@ def _http_front(
         ),
         viewers=viewers,
         gate=gate,
-        authorization=config.engine_authorization,
+        engine_key=engine_key,
     )
 
 

@@ -19,8 +19,9 @@ from kvturn.lease_access import lease_access
 from kvturn.otlp import PROTOCOLS, Destination, WrongSetting, destination_of
 from kvturn.spelling import one_line, unknown_variable, with_flag_meant
 from kvturn.tls import ClientTls, ServerTls, TlsFiles
-from kvturn.watched import FileFault, read_file
+from kvturn.watched import FileFault
 from kvturn_router.choice.plan import PlanKind, Thresholds
+from kvturn_router.engines.engine_key import read_engine_key
 from kvturn_router.request.conversation import SESSION_HEADERS
 from kvturn_router.telemetry.sampling import Sampler, sampler_of
 
@@ -90,8 +91,8 @@ class RouterConfig:
     """Lower-case name of the header that names the tenant, None to use API keys."""
     session_headers: tuple[str, ...]
     """Lower-case names of headers in which agents name their session, the most telling first."""
-    engine_authorization: bytes | None
-    """Authorization header that engines get instead of the client's, None to pass that on."""
+    engine_api_key_file: Path | None
+    """Key that engines get instead of the client's, None to pass that on."""
     api_keys_file: Path | None
     """Keys of which a client must bring one, and the tenant of each; None lets engines judge."""
     admin_keys_file: Path | None
@@ -139,6 +140,7 @@ class RouterConfig:
             self.api_keys_file,
             self.admin_keys_file,
             self.lease_token_file,
+            self.engine_api_key_file,
             *(each.key for each in (self.tls, self.engine_tls, self.lease_tls) if each),
         )
         return tuple(file for file in files if file is not None)
@@ -423,7 +425,7 @@ def parse_config(argv: Sequence[str], environment: Mapping[str, str] = os.enviro
         ),
         tenant_header=values["tenant_header"],
         session_headers=values["session_headers"],
-        engine_authorization=_engine_authorization(values["engine_api_key_file"]),
+        engine_api_key_file=values["engine_api_key_file"],
         api_keys_file=values["api_keys_file"],
         admin_keys_file=values["admin_keys_file"],
         tls=_tls_files(values, "tls", "client_ca") if _listens_with_tls(values) else None,
@@ -498,6 +500,8 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
         for name in ("api_keys_file", "admin_keys_file"):
             if values[name]:
                 parse_keys("--" + name.replace("_", "-"), values[name])
+        if values["engine_api_key_file"]:
+            read_engine_key("--engine-api-key-file", values["engine_api_key_file"])
         if _listens_with_tls(values):
             ServerTls(_tls_files(values, "tls", "client_ca"))
         ClientTls(_tls_files(values, "engine", "ca"))
@@ -506,18 +510,6 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
         )
     except FileFault as fault:
         raise ConfigError(str(fault)) from None
-
-
-def _engine_authorization(file: Path | None) -> bytes | None:
-    if file is None:
-        return None
-    try:
-        key = read_file("--engine-api-key-file", file).strip()
-    except FileFault as fault:
-        raise ConfigError(str(fault)) from None
-    if not key.isascii() or not key.decode(errors="replace").isprintable() or not key:
-        raise ConfigError(f"--engine-api-key-file {file}: must hold one API key")
-    return b"Bearer " + key
 
 
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:

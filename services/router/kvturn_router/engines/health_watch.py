@@ -15,6 +15,7 @@ from typing import Final
 
 from kvturn_router.engines.engine import Engine
 from kvturn_router.engines.engine_http import LATE, EngineFault, SilentFault
+from kvturn_router.engines.engine_key import EngineKey
 from kvturn_router.engines.fleet import Fleet
 
 ASKED_AT_ONCE: Final = 32
@@ -34,20 +35,20 @@ _LOOKS: Final = 4
 class HealthWatch:
     """Asks from `start` to `stop`, and looks who is due only when somebody is.
 
-    `authorization` is what the router itself sends to engines, None if nothing.
+    `key` is the router's own for engines.
     """
 
     def __init__(
         self,
         fleet: Fleet,
         *,
-        authorization: bytes | None,
+        key: EngineKey,
         interval_s: float,
         timeout_s: float,
         clock_ns: Callable[[], int],
     ) -> None:
         self._fleet = fleet
-        self._authorization = authorization
+        self._key = key
         self._pauses_s = (interval_s / _TICKS, interval_s / _LOOKS)
         self._timeout_s = timeout_s
         self._clock_ns = clock_ns
@@ -124,7 +125,7 @@ class HealthWatch:
         try:
             async with asyncio.timeout(self._timeout_s):
                 exchange = await engine.get(
-                    b"/health", authorization=self._authorization, silence_s=self._timeout_s
+                    b"/health", authorization=self._key.authorization, silence_s=self._timeout_s
                 )
                 began = True
                 try:

@@ -11,6 +11,7 @@ import msgspec
 
 from kvturn.address import engine_address
 from kvturn_router.engines.engine_http import ConnectFault, EngineFault, Exchange
+from kvturn_router.engines.engine_key import EngineKey
 from kvturn_router.engines.fleet import DECODE, Engine, Fleet
 from kvturn_router.engines.health_watch import ROUTER_MARK
 from kvturn_router.errors import TurnError, bad_field, shown
@@ -149,7 +150,7 @@ class HttpFront:
         overview: OverviewFront,
         viewers: Viewers,
         gate: Gate,
-        authorization: bytes | None,
+        engine_key: EngineKey,
     ) -> None:
         self._intake = intake
         self._forwarder = forwarder
@@ -161,7 +162,7 @@ class HttpFront:
         self._viewers = viewers
         self._ui = UiFront()
         self._gate = gate
-        self._authorization = authorization
+        self._engine_key = engine_key
         self._tasks: set[asyncio.Task[None]] = set()
 
     def admit(self, target: bytes, headers: dict[str, str], length: int | None) -> TurnError | None:
@@ -324,7 +325,7 @@ class HttpFront:
         self, answer: HttpAnswer, request: HttpRequest, engine: Engine, target: str
     ) -> None:
         """Passes on what the engine says, which may be a stream of events."""
-        authorization = self._authorization or self._intake.authorization(request.headers)
+        authorization = self._authorization_of(request)
         try:
             exchange = await engine.ask(
                 request.method.encode(),
@@ -346,12 +347,16 @@ class HttpFront:
         finally:
             exchange.close()
 
+    def _authorization_of(self, request: HttpRequest) -> bytes | None:
+        """Returns what engines get for a request: the router's own key, or else the client's."""
+        return self._engine_key.authorization or self._intake.authorization(request.headers)
+
     # Models and health
 
     async def _models(self, answer: HttpAnswer, request: HttpRequest) -> None:
         """Passes on what the first engine says that answers."""
         self._intake.tenant(request.headers)
-        authorization = self._authorization or self._intake.authorization(request.headers)
+        authorization = self._authorization_of(request)
         lost: TurnError | None = None
         for engine in dict.fromkeys((*self._fleet.decodes, *self._fleet.prefills)):
             if not engine.usable:

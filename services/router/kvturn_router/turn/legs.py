@@ -16,6 +16,7 @@ from kvturn_router.engines.engine_http import (
     MalformedFault,
     SilentFault,
 )
+from kvturn_router.engines.engine_key import EngineKey
 from kvturn_router.engines.fleet import Engine
 from kvturn_router.errors import EngineRefusal, TurnError
 from kvturn_router.request.intake import TurnRequest
@@ -64,13 +65,12 @@ class RequestIds:
 class Legs:
     """Sends requests to engines.
 
-    `authorization` is the router's own header for engines, None to pass on each
-    client's.
+    `key` is the router's own for engines; without one each client's is passed on.
     """
 
-    def __init__(self, ids: RequestIds, authorization: bytes | None) -> None:
+    def __init__(self, ids: RequestIds, key: EngineKey) -> None:
         self._ids = ids
-        self._authorization = authorization
+        self._key = key
 
     async def send(
         self,
@@ -119,7 +119,7 @@ class Legs:
         more = b""
         for header in request.passed_on:
             more += b"%b: %b\r\n" % header
-        authorization = self._authorization or request.authorization
+        authorization = self._key.authorization or request.authorization
         if authorization is not None:
             more += b"authorization: %b\r\n" % authorization
         if span.traceparent is not None:
