@@ -1,7 +1,9 @@
-"""The Python of docs/clients.md and docs/tutorial.md works as it is pasted."""
+"""The examples of docs/clients.md, and the talk of docs/tutorial.md, work as they are pasted."""
 
 import asyncio
+import json
 import re
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,15 +20,15 @@ def blocks(document: str, language: str = "python") -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (DOCS / document).read_text(), re.DOTALL)
 
 
-async def printed(python: str, rig: Rig) -> Sequence[str]:
-    """Runs Python that talks to a router on its usual ports; returns the lines that it prints."""
+async def printed(code: str, rig: Rig, interpreter: str = sys.executable) -> Sequence[str]:
+    """Runs code that talks to a router on its usual ports; returns the lines that it prints."""
     for written, meant in {
         "http://127.0.0.1:8000": rig.url,
         "127.0.0.1:8001": f"127.0.0.1:{rig.server.grpc_port}",
     }.items():
-        python = python.replace(written, meant)
+        code = code.replace(written, meant)
     running = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-c", python),
+        *(interpreter, "-c", code),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
@@ -63,6 +65,21 @@ async def test_a_conversation_over_grpc_is_ended_with_its_block(rig: Rig) -> Non
     assert {begun.conversation.conversation_id for begun in rig.lease.begun} == {
         ended.conversation_id
     }
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="there is no curl")
+async def test_requests_by_hand_are_served(rig: Rig) -> None:
+    """The curl commands: a turn, a longer absence, and the end of the conversation."""
+    commands = re.findall(
+        r"^ *(curl(?:.*\\\n)*.*)$", (DOCS / "clients.md").read_text(), re.MULTILINE
+    )
+    turn, keep, end = [await printed(f"{command} -s", rig, "bash") for command in commands]
+    assert (turn[0], "x-kvturn-conversation: trip-42" in turn) == ("HTTP/1.1 200 OK", True)
+    assert json.loads(keep[0]) == {"kept_s": 60.0}
+    assert json.loads(end[0])["leases_ended"] == 1
+    (kept,), (ended,) = rig.lease.kept, rig.lease.ended
+    assert kept.absence.seconds == 300
+    assert kept.conversation == ended == rig.lease.begun[0].conversation
 
 
 async def test_the_tutorials_conversation_has_five_turns(rig: Rig) -> None:
