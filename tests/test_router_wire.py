@@ -482,8 +482,9 @@ async def test_requests_sent_ahead_have_limits():
             await client.send("POST", CHAT, BODY)
         await rig.prefill.turn(1)
         release.set()
-        statuses = [(await client.answer()).status for _ in range(18)]
-        assert statuses == [200] * 17 + [429]
+        answers = [await client.answer() for _ in range(18)]
+        assert [one.status for one in answers] == [200] * 17 + [429]
+        assert answers[-1].headers["retry-after"] == "1"
         assert await client.reader.read() == b""
 
 

@@ -656,7 +656,14 @@ class ClientConnection(asyncio.Protocol):
             self._take_body()
             self._ahead.append(request)
         else:
-            self._refuse(TurnError(429, "Too many requests sent ahead.", reason="TOO_MANY_AHEAD"))
+            self._refuse(
+                TurnError(
+                    429,
+                    "Too many requests sent ahead.",
+                    reason="TOO_MANY_AHEAD",
+                    retry_after_s=1,
+                )
+            )
 
     def _take_body(self) -> None:
         """Leaves the body that was read to its request, which counts it from now on."""
