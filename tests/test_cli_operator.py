@@ -241,13 +241,30 @@ async def test_leases_are_revoked_one_by_one_by_conversation_and_by_engine(guest
     assert (await kvturn("leases", lease)).out == "no engine retains anything now\n"
 
 
+async def test_what_was_revoked_and_drained_is_told_as_json_too(guests: Guests) -> None:
+    """Each lease with what became of it; the exit code is as without."""
+    leases = await busy(guests)
+    lease = f"--lease={guests.endpoint}"
+    done = await kvturn("revoke", lease, leases["trip-42"], "decode-0.99.1", "--json")
+    assert done.code == 1
+    [revoked, unknown] = done.document["leases"]
+    assert revoked == {"lease_id": leases["trip-42"], "revoked": True, "problem": None}
+    assert (unknown["lease_id"], unknown["revoked"]) == ("decode-0.99.1", False)
+    assert unknown["problem"].startswith("no engine retains it")
+    assert (await kvturn("revoke", lease, "--conversation=trip-42", "--json")).document == {
+        "leases": []
+    }
+    done = await kvturn("drain", lease, "decode-0", "--json")
+    assert done.document == {"engine_id": "decode-0", "draining": True}
+
+
 async def test_an_engine_s_leases_are_revoked_only_when_somebody_agrees(guests: Guests) -> None:
     """Where nobody can be asked, --yes is needed."""
     await busy(guests)
     lease = f"--lease={guests.endpoint}"
     refused = await kvturn("revoke", lease, "--engine=decode-0")
     assert refused.code == 2
-    assert "--engine needs --yes where nobody can be asked" in refused.err
+    assert "--engine needs --yes with --json, and where nobody can be asked" in refused.err
     assert len((await kvturn("leases", lease, "--json")).document["leases"]) == 2
     done = await kvturn("revoke", lease, "--engine=decode-0", "--yes")
     assert (done.code, done.out.count("revoked ")) == (0, 2)

@@ -2,12 +2,13 @@
 
 import argparse
 import asyncio
+import json
 import sys
 
 from kvturn.v1 import lease_pb2
 from kvturn_cli.arguments import name
 from kvturn_cli.lease_connection import LeaseConnection, NoAnswer, Refused
-from kvturn_cli.listing import operator_parser
+from kvturn_cli.listing import add_json_flag, operator_parser
 from kvturn_cli.table import printable
 
 
@@ -22,6 +23,7 @@ def main(argv: list[str]) -> int:
         "engine", type=name, metavar="ENGINE", help="engine id, as kvturn engines shows it"
     )
     parser.add_argument("--undo", action="store_true", variable=False, help="take it up again")
+    add_json_flag(parser, "a line")
     args = parser.parse_args(argv)
     connection = LeaseConnection.of(parser, args)
     try:
@@ -44,7 +46,9 @@ async def _drain(args: argparse.Namespace, connection: LeaseConnection) -> None:
             raise NoAnswer(
                 f"the lease service knows no engine {shown}; kvturn engines lists them"
             ) from None
-    if args.undo:
+    if args.json:
+        print(json.dumps({"engine_id": args.engine, "draining": not args.undo}))
+    elif args.undo:
         print(f"{shown} takes turns again")
     else:
         print(f"{shown} drains: no new turns; kvturn drain --undo {shown} takes it up again")

@@ -46,10 +46,17 @@ def operator_parser(prog: str, description: str) -> Parser:
     return parser
 
 
+def add_json_flag(parser: Parser, instead: str) -> None:
+    """Adds --json; `instead` says of what."""
+    parser.add_argument(
+        "--json", action="store_true", variable=False, help=f"JSON instead of {instead}"
+    )
+
+
 def add_list_flags(parser: Parser) -> None:
     """Adds --json and --watch."""
+    add_json_flag(parser, "a table")
     add = parser.add_argument
-    add("--json", action="store_true", variable=False, help="JSON instead of a table")
     add(
         "--watch",
         nargs="?",

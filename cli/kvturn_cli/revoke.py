@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import itertools
+import json
 import sys
 from collections.abc import Iterator, Sequence
 
@@ -10,7 +11,7 @@ from kvturn.v1 import lease_pb2
 from kvturn_cli.arguments import Parser, name
 from kvturn_cli.lease_connection import LeaseConnection, NoAnswer, Refused
 from kvturn_cli.leases import leases_of
-from kvturn_cli.listing import operator_parser
+from kvturn_cli.listing import add_json_flag, operator_parser
 from kvturn_cli.lookup import add_name_flags
 from kvturn_cli.table import CUT, printable
 
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> int:
         help="all leases of this engine; asks before it does so",
     )
     add("--yes", action="store_true", variable=False, help="do not ask")
+    add_json_flag(parser, "a line for each lease")
     args = parser.parse_args(argv)
     _check(parser, args)
     connection = LeaseConnection.of(parser, args)
@@ -57,8 +59,8 @@ def _check(parser: Parser, args: argparse.Namespace) -> None:
         parser.error("lease ids must be whole; kvturn leases --json shows them so")
     if args.conversation is None and (args.model is not None or args.tenant is not None):
         parser.error("--model and --tenant need --conversation")
-    if args.engine is not None and not args.yes and not sys.stdin.isatty():
-        parser.error("--engine needs --yes where nobody can be asked")
+    if args.engine is not None and not args.yes and (args.json or not sys.stdin.isatty()):
+        parser.error("--engine needs --yes with --json, and where nobody can be asked")
 
 
 async def _revoke(prog: str, args: argparse.Namespace, connection: LeaseConnection) -> int:
@@ -71,12 +73,13 @@ async def _revoke(prog: str, args: argparse.Namespace, connection: LeaseConnecti
             if not ids:
                 if args.engine is not None:
                     await _refuse_unknown(args.engine, connection)
-                print("nothing is retained there; nothing to revoke")
-                return 0
+                if not args.json:
+                    print("nothing is retained there; nothing to revoke")
+                    return 0
         if args.engine is not None and not args.yes and not await _agreed(args.engine, len(ids)):
             print("nothing revoked")
             return 1
-        return await _revoke_all(prog, ids, connection)
+        return await _revoke_all(prog, ids, connection, as_json=args.json)
 
 
 async def _refuse_unknown(engine_id: str, connection: LeaseConnection) -> None:
@@ -97,17 +100,31 @@ async def _agreed(engine_id: str, number: int) -> bool:
     return answer.strip().lower() in ("y", "yes")
 
 
-async def _revoke_all(prog: str, ids: Sequence[str], connection: LeaseConnection) -> int:
-    failed = 0
+async def _revoke_all(
+    prog: str, ids: Sequence[str], connection: LeaseConnection, *, as_json: bool
+) -> int:
+    """Tells of each lease as soon as it is revoked, or as JSON of all; returns the exit code."""
+    problems: dict[str, str] = {}
     for some in _batches(ids):
-        problems = await asyncio.gather(*(_revoke_one(each, connection) for each in some))
-        for lease_id, problem in zip(some, problems, strict=True):
-            if problem:
-                failed += 1
-                print(f"{prog}: {printable(lease_id)}: {problem}", file=sys.stderr)
-            else:
-                print(f"revoked {printable(lease_id)}")
-    return 1 if failed else 0
+        done = await asyncio.gather(*(_revoke_one(each, connection) for each in some))
+        problems.update(zip(some, done, strict=True))
+        if not as_json:
+            for lease_id in some:
+                _tell(prog, lease_id, problems[lease_id])
+    if as_json:
+        leases = [
+            {"lease_id": each, "revoked": not problem, "problem": problem or None}
+            for each, problem in problems.items()
+        ]
+        print(json.dumps({"leases": leases}))
+    return 1 if any(problems.values()) else 0
+
+
+def _tell(prog: str, lease_id: str, problem: str) -> None:
+    if problem:
+        print(f"{prog}: {printable(lease_id)}: {problem}", file=sys.stderr)
+    else:
+        print(f"revoked {printable(lease_id)}")
 
 
 def _batches(ids: Sequence[str]) -> Iterator[Sequence[str]]:
