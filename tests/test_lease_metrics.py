@@ -86,6 +86,18 @@ async def test_leases_are_counted_by_state_and_by_how_they_end(bench: Watched):
         assert page.value("kvturn_lease_engine_kv_blocks", engine="d1", use=use) == blocks, use
 
 
+async def test_a_lease_whose_release_goes_unheard_counts_once(bench: Watched):
+    """The engine lists it again; one that this term sees for the first time, and ends, counts."""
+    decode = Decode(bench).up()
+    decode.grant(1)
+    bench.end_conversation()
+    decode.register((1, "c"), (2, "c"), quiet_ns=0, previous_term=bench.lessor.term)
+    page = await bench.page()
+    assert page.value("kvturn_lease_grants_total") == 1
+    assert page.value("kvturn_lease_inherited_total") == 1
+    assert page.value(RELEASES, reason="ended") == page.value(RELEASES) == 2
+
+
 async def test_refusals_and_lost_reads_are_counted_by_why(bench: Watched):
     """A second reader, a reader that never speaks again, a retention over a limit."""
     decode = Decode(bench).up()

@@ -354,6 +354,7 @@ class Lessor:
         conversation.turn = retention.turn
         lease = Lease(engine, conversation, retention, now_ns)
         if _is_closed(conversation, now_ns):
+            self._tally.ended[ReleaseReason.ENDED] += 1
             self._attach_ended(lease, ReleaseReason.ENDED, now_ns)
         else:
             self._supersede(conversation, now_ns)
@@ -815,11 +816,15 @@ class Lessor:
         for retention in inventory:
             known = engine.leases.get(retention.lease_id.number)
             if known is None:
-                self._tally.inherited += 1
                 lease = Lease(engine, self._conversation(retention.conversation), retention, now_ns)
                 lease.inherit_until_ns = inherit_until_ns
-                _, reason = unheard.get(lease.number, (0, ReleaseReason.NONE))
-                reason = reason or self._end_of_inherited(lease, retention, now_ns)
+                if lease.number in unheard:  # counted when it ended
+                    _, reason = unheard[lease.number]
+                else:
+                    reason = self._end_of_inherited(lease, retention, now_ns)
+                    self._tally.inherited += 1
+                    if reason != ReleaseReason.NONE:
+                        self._tally.ended[reason] += 1
                 self._inherit(lease, reason, now_ns)
                 if not lease.ended:
                     self._effects.append(Announced(retention, held=True))
@@ -1050,7 +1055,6 @@ class Lessor:
 
     def _attach_ended(self, lease: Lease, reason: ReleaseReason, now_ns: int) -> None:
         """Takes a lease only to release it, once no reader of an earlier term remains."""
-        self._tally.ended[reason] += 1
         lease.end_reason = reason
         lease.payload = b""
         self._count_in(lease)
