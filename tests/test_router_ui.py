@@ -197,6 +197,9 @@ async def test_conversations_are_listed_as_the_lease_service_has_them():
         assert first["held_tokens"] == 2368
         assert first["latest_turn"]["verdict"] == "engine_lost"
         assert len(ids(await ask(rig, f"{CONVERSATIONS}?limit=2"))) == 2
+        rig.lease.knows("of an earlier term", quiet_for=None)
+        last = (await ask(rig, CONVERSATIONS)).json["conversations"][-1]
+        assert (last["conversation_id"], last["quiet_s"]) == ("of an earlier term", None)
         assert ids(await ask(rig, f"{CONVERSATIONS}?model=other")) == []
 
 

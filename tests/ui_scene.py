@@ -112,12 +112,12 @@ class SceneLease(FakeLease):
     def knows(self, name: str, *, tenant: str = "", latest: Any = TURNS[-1], **more: Any) -> None:
         """Has it know a conversation, with such a latest turn."""
         key = common_pb2.ConversationKey(tenant=tenant, model=MODEL, conversation_id=name)
-        held = {"engine_id": "decode-0", "token_count": 2368, "lease_count": 1}
+        held: dict[str, Any] = {"engine_id": "decode-0", "token_count": 2368, "lease_count": 1}
+        held["quiet_for"] = span(3000.0 * (len(self.listed) + 1))
         self.listed.append(
             lease_pb2.Conversation(
                 key=key,
                 turns=latest.turn,
-                quiet_for=span(3000.0 * (len(self.listed) + 1)),
                 latest_turn=latest,
                 **(held | more),
             )

@@ -97,7 +97,9 @@ def entry_of(message: lease_pb2.Conversation) -> ConversationEntry:
         conversation_id=key.conversation_id,
         turns=message.turns,
         turns_in_flight=message.turns_in_flight,
-        quiet_s=_milliseconds(message.quiet_for) / 1000,
+        quiet_s=(
+            _milliseconds(message.quiet_for) / 1000 if message.HasField("quiet_for") else None
+        ),
         engine_id=message.engine_id,
         held_tokens=message.token_count,
         latest_turn=report_of(message.latest_turn) if message.HasField("latest_turn") else None,
