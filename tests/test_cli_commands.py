@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from kvturn_command import kvturn
 
-from kvturn_cli import run_state
+from kvturn_cli import run_state, up
+from kvturn_cli.interrupts import Interrupted
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 from kvturn_cli.up import stack_config, up_parser
@@ -176,6 +177,29 @@ def test_a_second_up_in_the_same_folder_is_refused(tmp_path: Path) -> None:
             assert "already up" in done.err
             assert "kvturn down" in done.err
             assert done.err.count("\n") == 1
+
+
+def test_an_interrupted_up_that_takes_long_to_stop_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It does not say that all stopped, and tells where to look and how to stop it."""
+    child = subprocess.Popen(["sleep", "60"])
+
+    def interrupted(*_: object) -> int:
+        raise Interrupted
+
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: child)
+    monkeypatch.setattr(child, "terminate", lambda: None)
+    monkeypatch.setattr(up, "relay", interrupted)
+    monkeypatch.setattr(up, "DOWN_TIMEOUT_S", 0.01)
+    try:
+        assert up.detach(tmp_path, []) == 1
+    finally:
+        child.kill()
+        child.wait()
+    assert capsys.readouterr().err == (
+        f"kvturn up: still stopping; see {tmp_path}/up.log, or kvturn down --run-dir {tmp_path}\n"
+    )
 
 
 def test_down_is_idempotent(tmp_path: Path) -> None:

@@ -219,7 +219,10 @@ def detach(run_dir: Path, argv: list[str]) -> int:
             return relay(child, log, run_dir)
     except Interrupted:
         child.terminate()
-        child.wait(DOWN_TIMEOUT_S)
+        try:
+            child.wait(DOWN_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            return fail(f"still stopping; see {log}, or kvturn down --run-dir {run_dir}", 1)
         return fail("interrupted before everything was ready; all stopped", 130)
 
 
