@@ -210,6 +210,22 @@ async def test_a_silent_lease_service_is_said(browser):
         assert await page.text("#notices") == ""
 
 
+async def test_what_cannot_be_drawn_does_not_end_the_rounds(browser):
+    """The page asks on, and shows what comes as soon as it can."""
+    async with router(lease=populated()) as rig:
+        page = await opened(browser, rig)
+        await page.until_said("trip-42", "#conversations")
+        await page.run(
+            "const ask = window.fetch; window.asked = 0;"
+            "window.fetch = (...what) => { window.asked++; return ask(...what); };"
+            "document.getElementById('engines').id = 'moved'; 0"
+        )
+        await page.until("window.asked > 4")  # Two questions a round.
+        await page.run("document.getElementById('moved').id = 'engines'")
+        rig.lease.knows("seen again")
+        await page.until_said("seen again", "#conversations")
+
+
 async def test_a_router_that_is_gone_is_said_and_the_last_word_stays(browser):
     """And asked after less and less often."""
     async with router(lease=populated()) as rig:

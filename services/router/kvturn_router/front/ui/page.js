@@ -46,14 +46,17 @@ async function round() {
   if (asking || paused || document.hidden) return;
   asking = true;
   clearTimeout(timer);
-  const reached = await learn("summary", () => ask("summary"));
-  if (reached) await learn("conversations", () => ask("conversations"));
-  if (reached) await learnOpen();
-  if (reached) seen.heardAt = Date.now();
-  failures = reached ? 0 : failures + 1;
-  asking = false;
+  try {
+    const reached = await learn("summary", () => ask("summary"));
+    if (reached) await learn("conversations", () => ask("conversations"));
+    if (reached) await learnOpen();
+    if (reached) seen.heardAt = Date.now();
+    failures = reached ? 0 : failures + 1;
+  } finally { // Whatever could not be taken or drawn: the next round may bring what can.
+    asking = false;
+    again();
+  }
   draw();
-  again();
 }
 
 function again() {
