@@ -4,7 +4,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
+import grpc
 import pytest
 from awake import within
 from router_harness import FakeLease
@@ -274,6 +276,23 @@ async def test_without_a_leader_turns_go_on_at_once(reason, verdict):
         services[1].standby = ""
         await until(lambda: services[1].hellos)
         await until(lambda: begin(one).resolution is None)
+
+
+async def test_sessions_that_end_at_once_follow_each_other_after_a_pause(monkeypatch):
+    """A service that welcomes and ends, again and again, costs no more than one every pause."""
+    monkeypatch.setattr("kvturn_router.leases.router_session._RECONNECT_S_MIN", 0.05)
+    fake = FakeLease()
+    welcome, began_s = fake._take, []
+
+    async def welcome_and_end(request: lease_pb2.RouterSessionRequest, context: Any) -> None:
+        began_s.append(time.monotonic())
+        await welcome(request, context)
+        await context.abort(grpc.StatusCode.UNAVAILABLE, "ends")
+
+    monkeypatch.setattr(fake, "_take", welcome_and_end)
+    async with session(await fake.start(), up=False):
+        await fake.until(lambda: len(fake.hellos) == 5)
+        assert began_s[4] - began_s[0] > 4 * 0.05
 
 
 async def test_nobody_listens_and_nothing_piles_up():

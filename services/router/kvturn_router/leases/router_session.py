@@ -259,6 +259,8 @@ class RouterSession:
             if began:
                 tried.clear()
                 pause_s = _RECONNECT_S_MIN
+                # A service that ends each session at once is not asked in a busy loop.
+                await asyncio.sleep(pause_s)
             if store_unavailable:
                 verdict = Verdict.STORE_UNAVAILABLE
 
