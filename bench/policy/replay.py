@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from bench.policy.oldest_first import OldestFirst
-from kvturn_connector.victims import PRIORS, Priors, Victims
+from kvturn_connector.victims import PRIORS, Freed, Priors, Victims
 from kvturn_lease.config import LessorConfig, Policy
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.effects import HeartbeatAck, Release, SendToEngine
@@ -26,6 +26,8 @@ from kvturn_lease.session import EngineInfo, SessionId
 from kvturn_lease.verdict import ReadOutcome, ReleaseReason, Verdict
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from bench.policy.trace import Request, Trace
 
 SECOND_NS = 1_000_000_000
@@ -89,11 +91,11 @@ class Outcome:
 class VictimOrder(Protocol):
     """Which retentions go first; see `kvturn_connector.victims.Victims`."""
 
-    def retained(self, number: int, blocks: int, turn: int, now_ns: int) -> None: ...
+    def retained(self, number: int, turn: int, now_ns: int) -> None: ...
     def outlook(self, number: int, outlook: int, now_ns: int) -> None: ...
     def consumed(self, number: int, now_ns: int) -> None: ...
     def ended(self, number: int, now_ns: int) -> None: ...
-    def choose(self, blocks_wanted: int, now_ns: int) -> list[int]: ...
+    def choose(self, blocks_wanted: int, now_ns: int, freed: Freed) -> list[int]: ...
 
 
 def replay(trace: Trace, setting: Setting) -> Outcome:
@@ -106,6 +108,24 @@ class _Held:
     request: Request
     blocks: int
     since_ns: int
+
+
+class _Freed:
+    """Blocks of retentions that share none; see `kvturn_connector.victims.Freed`."""
+
+    def __init__(self, held: Mapping[int, _Held]) -> None:
+        self.count = 0
+        self._held = held
+
+    def add(self, number: int) -> None:
+        self.count += self._held[number].blocks
+
+    def spare(self, number: int, least: int) -> bool:
+        left = self.count - self._held[number].blocks
+        if left < least:
+            return False
+        self.count = left
+        return True
 
 
 class _Replay:
@@ -218,7 +238,7 @@ class _Replay:
     def _retain(self, request: Request, blocks: int) -> None:
         self._free_blocks -= blocks
         self._held[request.number] = _Held(request, blocks, self._now_ns)
-        self._victims.retained(request.number, blocks, request.turn, self._now_ns)
+        self._victims.retained(request.number, request.turn, self._now_ns)
         lease_id = LeaseId(self._session.incarnation, request.number, self._session.number)
         retention = Retention(
             lease_id, _key(request), request.tokens, blocks, request.turn, b"blocks"
@@ -230,7 +250,7 @@ class _Replay:
     # ---- the engine ----------------------------------------------------------------------
 
     def _give_way(self, short: int) -> None:
-        numbers = self._victims.choose(short, self._now_ns)
+        numbers = self._victims.choose(short, self._now_ns, _Freed(self._held))
         for number in numbers:
             self._victims.ended(number, self._now_ns)
         if numbers:

@@ -24,6 +24,7 @@ from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import NS_PER_MS
 from kvturn_connector.lease_client import boottime_ns
 from kvturn_connector.scheduler import LeasedScheduler
+from kvturn_connector.shared_blocks import SharedBlocks
 from kvturn_connector.tally import (
     GIVEN_UP,
     OUTLOOKS,
@@ -141,7 +142,7 @@ class DecodeScheduler(LeasedScheduler):
         self._freeing: list[int] = []
         self._arriving: set[str] = set()
         self._wanted: dict[str, Wanted] = {}
-        self._retained_blocks = 0
+        self._retained = SharedBlocks()
         self._told_retained_blocks = 0
         self._notices: dict[str, int] = {}
 
@@ -164,7 +165,7 @@ class DecodeScheduler(LeasedScheduler):
     def kv_memory(self) -> lease_pb2.KvMemory:
         """As of every engine, with what is retained."""
         memory = super().kv_memory()
-        memory.retained_blocks = self._retained_blocks
+        memory.retained_blocks = len(self._retained)
         return memory
 
     def on_new_request(self, request: Request) -> None:
@@ -260,9 +261,10 @@ class DecodeScheduler(LeasedScheduler):
 
     def take_stats(self) -> KvturnStats | None:
         """What was counted since the last call; None if nothing."""
-        if self._retained_blocks != self._told_retained_blocks:
-            self._told_retained_blocks = self._retained_blocks
-            self._stats.add(RETAINED_BLOCKS, self._retained_blocks)
+        retained_blocks = len(self._retained)
+        if retained_blocks != self._told_retained_blocks:
+            self._told_retained_blocks = retained_blocks
+            self._stats.add(RETAINED_BLOCKS, retained_blocks)
         return super().take_stats()
 
     def _retain(self, request: Request, turn: Turn, block_ids: BlockIds, local_tokens: int) -> None:
@@ -289,8 +291,8 @@ class DecodeScheduler(LeasedScheduler):
         self._held[self._numbers] = Held(name, blocks, free_from_step)
         self._latest[name] = self._numbers
         self._stats.add(RETENTIONS)
-        self._retained_blocks += len(blocks)
-        self._victims.retained(self._numbers, len(blocks), turn.turn, boottime_ns())
+        self._retained.hold(self._numbers, ids)
+        self._victims.retained(self._numbers, turn.turn, boottime_ns())
         self._client.retain(
             self._numbers,
             common_pb2.Retention(
@@ -327,7 +329,7 @@ class DecodeScheduler(LeasedScheduler):
             del self._held[number]
             if self._latest.get(held.conversation) == number:
                 del self._latest[held.conversation]
-            self._retained_blocks -= len(held.blocks)
+            self._retained.let_go(number)
             # In reverse, so that the tail is evicted from the prefix cache first.
             self._pool.free_blocks(reversed(held.blocks))
         self._freeing = later
@@ -350,30 +352,34 @@ class DecodeScheduler(LeasedScheduler):
             return
         now_ns = boottime_ns()
         wanted_blocks = sum(wanted.blocks for wanted in self._wanted.values())
-        short = wanted_blocks + self._headroom(self._pool)
-        short -= self._pool.get_num_free_blocks() + self._coming(now_ns)
-        victims = self._victims.choose(short, now_ns)
+        short = wanted_blocks + self._headroom(self._pool) - self._pool.get_num_free_blocks()
+        on_their_way = self._on_their_way(now_ns)
+        if short <= 0:
+            return
+        blocks = self._pool.blocks
+        freed = self._retained.freed_by(on_their_way, lambda each: int(blocks[each].ref_cnt))
+        coming = freed.count
+        victims = self._victims.choose(short, now_ns, freed)
         for number in victims:
             self._stats.add_by_name(GIVEN_UP, OUTLOOKS, self._held[number].outlook)
             self._withdraw(number, common_pb2.RELEASE_REASON_PRESSURE, now_ns)
         if victims:
-            self._trace(victims, wanted_blocks)
+            self._trace(victims, wanted_blocks, freed.count - coming)
 
     def _headroom(self, pool: BlockPool) -> int:
         share = HEADROOM_SILENT if self._client.silent else HEADROOM
         return int(pool.num_gpu_blocks) // share
 
-    def _coming(self, now_ns: int) -> int:
-        """Blocks that will be free within a step or two."""
+    def _on_their_way(self, now_ns: int) -> list[int]:
+        """Retentions whose blocks will go back within a step or two."""
         self._late.update(self._withdrawn.keys() & set(self._client.take_reading()))
         for number, withdrawn_ns in self._withdrawn.items():  # The oldest first.
             if now_ns < withdrawn_ns + LATE_NS:
                 break
             self._late.add(number)
-        on_their_way = [*(self._withdrawn.keys() - self._late), *self._freeing]
-        return sum(len(self._held[number].blocks) for number in on_their_way)
+        return [*(self._withdrawn.keys() - self._late), *self._freeing]
 
-    def _trace(self, victims: list[int], wanted_blocks: int) -> None:
+    def _trace(self, victims: list[int], wanted_blocks: int, given_up_blocks: int) -> None:
         """Shows what was given up in the trace of the turn that has waited longest."""
         waiting = next(iter(self._wanted.values()), None)
         outlooks = [self._held[number].outlook for number in victims]
@@ -381,7 +387,7 @@ class DecodeScheduler(LeasedScheduler):
             waiting.traceparent if waiting is not None else "",
             {
                 "kvturn.blocks_wanted": wanted_blocks,
-                "kvturn.blocks_given_up": sum(len(self._held[each].blocks) for each in victims),
+                "kvturn.blocks_given_up": given_up_blocks,
                 **{
                     f"kvturn.given_up_{name}": outlooks.count(outlook)
                     for outlook, name in OUTLOOKS.items()

@@ -29,6 +29,7 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Protocol
 
 
 class Outlook(IntEnum):
@@ -100,7 +101,6 @@ class _Kept:
     """One retention that may be given up."""
 
     __slots__ = (
-        "blocks",
         "cell",
         "entered_range",
         "expected_ns",
@@ -110,8 +110,7 @@ class _Kept:
         "turn",
     )
 
-    def __init__(self, blocks: int, turn: int, retained_ns: int) -> None:
-        self.blocks = blocks
+    def __init__(self, turn: int, retained_ns: int) -> None:
         self.turn = turn
         self.retained_ns = retained_ns
         self.outlook = Outlook.NORMAL
@@ -192,6 +191,20 @@ class _History:
         return worths
 
 
+class Freed(Protocol):
+    """What becomes free if some retentions are given up."""
+
+    @property
+    def count(self) -> int:
+        """Blocks that nobody refers to then."""
+
+    def add(self, number: int) -> None:
+        """This one is given up, too."""
+
+    def spare(self, number: int, least: int) -> bool:
+        """Keeps this one after all, if `least` blocks become free without it; returns whether."""
+
+
 class Victims:
     """The retentions of one engine, in the order in which they are given up.
 
@@ -214,12 +227,11 @@ class Victims:
     def __len__(self) -> int:
         return len(self._kept)
 
-    def retained(self, number: int, blocks: int, turn: int, now_ns: int) -> None:
+    def retained(self, number: int, turn: int, now_ns: int) -> None:
         """Adds a retention; `turn` counts from 1, 0 where it is not known."""
         assert number not in self._kept
-        assert blocks > 0
         assert turn >= 0
-        kept = _Kept(blocks, min(turn, len(self._priors.turn_factors) - 1), now_ns)
+        kept = _Kept(min(turn, len(self._priors.turn_factors) - 1), now_ns)
         self._kept[number] = kept
         self._put(number, kept, 0)
 
@@ -260,33 +272,25 @@ class Victims:
         if kept is not None:
             self._learn(kept, self._histories[kept.outlook].stopped, now_ns)
 
-    def choose(self, blocks_wanted: int, now_ns: int) -> list[int]:
+    def choose(self, blocks_wanted: int, now_ns: int, freed: Freed) -> list[int]:
         """Returns which retentions to give up for so many blocks; all there are if too few.
 
-        The one to give up first comes first. Nothing changes: what is given up has `ended`.
+        `freed` is what becomes free without them, and then with them. The one to give up first
+        comes first. Nothing else changes: what is given up has `ended`.
         """
-        if blocks_wanted <= 0 or not self._kept:
+        if blocks_wanted <= freed.count or not self._kept:
             return []
         self._move(now_ns)
         chosen: list[int] = []
-        surplus = -blocks_wanted
         for cell in sorted(self._cells, key=self._rank):
             for number in self._cells[cell]:
                 chosen.append(number)
-                surplus += self._kept[number].blocks
-                if surplus >= 0:
-                    return self._without_surplus(chosen, surplus)
+                freed.add(number)
+                if freed.count >= blocks_wanted:
+                    # The worthiest of them that the others make up for are spared.
+                    spared = {each for each in reversed(chosen) if freed.spare(each, blocks_wanted)}
+                    return [each for each in chosen if each not in spared]
         return chosen
-
-    def _without_surplus(self, chosen: list[int], surplus: int) -> list[int]:
-        """Spares, of those chosen, the worthiest that the others make up for."""
-        spared = set()
-        for number in reversed(chosen):
-            blocks = self._kept[number].blocks
-            if blocks <= surplus:
-                surplus -= blocks
-                spared.add(number)
-        return [number for number in chosen if number not in spared]
 
     def _rank(self, cell: tuple[int, int, int]) -> tuple[int, float, int]:
         order, turn, age_range = cell
