@@ -76,6 +76,49 @@ async def test_an_engine_that_dies_before_it_answers_is_a_502(leg):
         assert len(engine.turns) <= 2
 
 
+async def dies_after_its_head(seen: Seen, reply: Reply) -> None:
+    """As an engine does that is killed while it computes the first token of a stream."""
+    del seen
+    await reply.begin_stream()
+    reply.abort()
+
+
+async def test_a_decode_that_dies_after_its_head_is_left_for_another():
+    """Nothing of an answer had come, so the client sees the other one's and no trace of it."""
+    async with router(decodes=2) as rig:
+        rig.decodes[0].script(CHAT, dies_after_its_head)
+        answer = await rig.post(turn_body(stream=True))
+        assert (answer.status, answer.whole) == (200, True)
+        assert b"[DONE]" in answer.body
+        assert b"error" not in answer.body
+        (lost,), (again,) = rig.decodes[0].turns, rig.decodes[1].turns
+        assert "kv_transfer_params" in lost.json
+        # What prefill held may have been fetched, and can be only once.
+        assert "kv_transfer_params" not in again.json
+
+
+async def test_the_only_decode_that_dies_after_its_head_is_a_502():
+    """A status and an error in OpenAI's shape, not a stream that ends in one."""
+    async with router() as rig:
+        rig.decode.script(CHAT, dies_after_its_head)
+        answer = await rig.post(turn_body(stream=True))
+        assert answer.status == 502
+        assert "decode" in answer.json["error"]["message"]
+
+
+async def test_a_stream_without_an_end_that_ends_before_it_began_is_a_502():
+    """Without a length or chunks the connection's end could be the answer's."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        del seen
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\n\r\n")
+        reply.close()
+
+    async with router() as rig:
+        rig.decode.script(CHAT, play)
+        assert (await rig.post(turn_body(stream=True))).status == 502
+
+
 @pytest.mark.parametrize("leg", ["prefill", "decode"])
 async def test_an_engine_that_hangs_is_a_504_and_delays_no_one_else(leg):
     """One leg hangs; meanwhile other turns are served; in the end nothing is in flight."""

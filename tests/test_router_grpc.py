@@ -494,6 +494,7 @@ async def test_many_cancelled_streams_leave_nothing_behind():
 
     async def play(seen: Seen, reply: Reply) -> None:
         await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
         await seen.gone.wait()
 
     async with router() as rig, dial(rig) as (_, stub):
@@ -687,12 +688,14 @@ async def test_shutdown_ends_streams_with_a_status_and_refuses_new_calls():
 
     async def play(seen: Seen, reply: Reply) -> None:
         await reply.begin_stream()
+        await reply.event(chunk({"content": "The"}))
         await seen.gone.wait()
 
     async with router() as rig, dial(rig) as (_, stub):
         rig.decode.script(CHAT, play)
         call = stub.Chat(chat())
         assert (await call.read()).report.turn == 1
+        assert (await call.read()).chunk_json
         stopping = asyncio.create_task(rig.server.stop())
         with pytest.raises(grpc.aio.AioRpcError) as error:
             await call.read()

@@ -375,6 +375,23 @@ async def test_a_holder_that_refuses_a_local_turn_is_done_without():
         assert len(rig.decodes[0].turns) == 1
 
 
+async def test_a_holder_that_dies_after_the_head_of_a_local_turn_is_done_without():
+    """As one that refuses it: nothing of an answer had come."""
+
+    async def play(seen: Seen, reply: Reply) -> None:
+        del seen
+        await reply.begin_stream()
+        reply.abort()
+
+    async with router("--plan=local", decodes=2, lease=FakeLease()) as rig:
+        await leased(rig)
+        rig.decodes[1].script(CHAT, play)
+        answer = await rig.post(turn_body(stream=True))
+        assert (answer.status, answer.verdict) == (200, "engine_lost")
+        assert answer.whole
+        assert len(rig.prefill.turns) == len(rig.decodes[0].turns) == 1
+
+
 @pytest.mark.parametrize("failure", ["500", "abort"])
 async def test_a_prefill_that_fails_under_a_lease_is_asked_once_more_without(failure):
     """The second request has another id and no lease; the verdict says that the read failed."""

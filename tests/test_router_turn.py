@@ -441,10 +441,11 @@ async def test_the_time_of_a_turn_goes_on_to_its_last_byte():
 
 async def test_the_first_byte_is_one_of_the_body():
     """An engine sends its head at once, and the first token when it has computed it."""
-    released = asyncio.Event()
+    begun, released = asyncio.Event(), asyncio.Event()
 
     async def play(seen: Seen, reply: Reply) -> None:
         await reply.begin_stream()
+        begun.set()
         await released.wait()
         await reply.send(event(chunk({"content": "first"})))
         await reply.end_stream()
@@ -455,11 +456,12 @@ async def test_the_first_byte_is_one_of_the_body():
         body = turn_body(stream=True, conversation_id="c1")
         sent_s = time.monotonic()
         await client.send("POST", CHAT, json.dumps(body).encode())
-        await client.head()
+        await begun.wait()
         came_s = time.monotonic()
         while time.monotonic() - came_s < came_s - sent_s:
             await rig.until_ready()
         released.set()
+        await client.head()
         while await client.piece() is not None:
             pass
         (turn,) = (await rig.ask("GET", "/kvturn/v1/conversations/c1?model=m")).json["turns"]

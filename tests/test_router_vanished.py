@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from router_harness import router, turn_body
-from stub_engine import CHAT, Reply, Seen
+from stub_engine import CHAT, Reply, Seen, chunk
 
 from kvturn_router.vanished import VANISHED_S, has_vanished
 
@@ -38,6 +38,7 @@ class Told:
 
 async def hold(seen: Seen, reply: Reply) -> None:
     await reply.begin_stream()
+    await reply.event(chunk({"content": "The"}))
     await seen.gone.wait()
 
 

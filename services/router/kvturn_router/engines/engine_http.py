@@ -115,6 +115,13 @@ class Exchange:
             await self._next()
             self._check()
 
+    async def begun(self) -> bool:
+        """Waits for the first bytes of the body; False if it ends without. Raises EngineFault."""
+        while not self._unread and not self.ended:
+            await self._next()
+            self._check()
+        return bool(self._unread)
+
     async def finished(self) -> None:
         """Waits for the end of the answer. Raises EngineFault."""
         while not self.ended:
@@ -147,7 +154,7 @@ class Exchange:
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def pass_to(self, sink: Sink) -> None:
-        """Hands what has come to `sink`, be it nothing, and then all that comes."""
+        """Hands what has come to `sink`, and then all that comes."""
         unread, self._unread = self._unread, []
         if not self.ended:
             self._sink = sink
@@ -218,11 +225,12 @@ class Exchange:
                 self.fail(EngineFault("the router could not read its answer"))
         elif data:
             self._unread.append(data)
+            self._wake()
         if last:
             self._wake()
 
     def _next(self) -> "asyncio.Future[None]":
-        """Returns what ends with the next news: the head, the end or a fault."""
+        """Returns what ends with the next news: the head, unread bytes, the end or a fault."""
         self._check()
         self._waiter = self._connection.loop.create_future()
         return self._waiter

@@ -104,16 +104,18 @@ class Relay:
         self._sink.write(body, True)
 
     async def _as_read(self, exchange: Exchange, *, events: bool) -> TurnError | None:
-        compressed = bool(exchange.header(b"content-encoding"))
-        if events and not compressed:
+        # Engines send the head before they compute. Until more comes, another one may answer.
+        begun = await exchange.begun()
+        readable = events and not exchange.header(b"content-encoding")
+        if readable:
             self._usage = StreamUsage(self._account.not_computed, self._shape)
-        if not events or compressed:
+            self._end = None if exchange.framed else EndWatch()
+            if not begun and self._end is not None:
+                raise cut_off()
+        else:
             self.tap = None
         length = exchange.header(b"content-length")
-        untouched = self._usage is None and self.tap is None
-        known = int(length) if untouched and length.isdigit() else None
-        if events and not compressed and not exchange.framed:
-            self._end = EndWatch()
+        known = int(length) if not readable and length.isdigit() else None
         self._start(exchange, known, exchange)
         exchange.pass_to(self._pass_on)
         try:
@@ -129,7 +131,6 @@ class Relay:
         return None
 
     def _pass_on(self, data: bytes, last: bool) -> None:
-        # Once with nothing, as soon as there is a head: engines send it before they compute.
         if data and not self._account.first_byte_ns:
             self._account.first_byte_ns = self._clock_ns()
         if self.tap is not None:
