@@ -19,7 +19,7 @@ from stub_engine import CHAT, COMPLETIONS, Reply, Seen, chunk, event
 
 from kvturn.v1 import common_pb2, router_pb2, router_pb2_grpc
 from kvturn_router.engines.fleet import Fleet
-from kvturn_router.front import grpc_answer, grpc_front
+from kvturn_router.front import grpc_answer, grpc_front, grpc_open
 from kvturn_router.front.body_budget import BodyBudget
 from kvturn_router.front.grpc_front import GrpcFront
 from kvturn_router.leases.turn_report import report_message, report_of
@@ -655,6 +655,59 @@ async def test_a_caller_whose_first_message_is_not_taken_is_told(monkeypatch):
         with pytest.raises(grpc.aio.AioRpcError) as error:
             [each async for each in stub.Chat(chat(), timeout=10)]
         assert error_info(error.value).reason == "SLOW"
+
+
+async def test_calls_that_need_no_key_take_no_place_of_turns(monkeypatch, tmp_path):
+    """They have places of their own, by method: one above is refused at once, and turns go on."""
+    monkeypatch.setattr(grpc_open, "CALLS_MAX", 3)
+    (tmp_path / "keys").write_text("kvt-0123456789abcdef\n")
+    bearer = (("authorization", "Bearer kvt-0123456789abcdef"),)
+
+    flags = (f"--api-keys-file={tmp_path}/keys", "--max-inflight=1")
+    async with router(*flags) as rig, dial(rig) as (channel, stub):
+        health = health_pb2_grpc.HealthStub(channel)
+        watches = [health.Watch(health_pb2.HealthCheckRequest()) for _ in range(3)]
+        for watch in watches:
+            assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
+        reflection = reflection_pb2_grpc.ServerReflectionStub(channel)
+        talks = [reflection.ServerReflectionInfo() for _ in range(3)]
+        for talk in talks:
+            await talk.write(reflection_pb2.ServerReflectionRequest(list_services=""))
+            await talk.read()
+        for late in (
+            health.Watch(health_pb2.HealthCheckRequest()),
+            reflection.ServerReflectionInfo(),
+        ):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await late.read()
+            assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.Complete(complete(), metadata=bearer)).body_json
+        assert (await health.Check(health_pb2.HealthCheckRequest())).status
+        for watch in watches:
+            watch.cancel()
+        async with asyncio.timeout(30):
+            while True:  # until the places are free again
+                again = health.Watch(health_pb2.HealthCheckRequest())
+                try:
+                    await again.read()
+                    break
+                except grpc.aio.AioRpcError:
+                    continue
+
+
+async def test_a_health_question_whose_message_never_comes_is_given_up(monkeypatch):
+    """gRPC itself would wait for it without an end."""
+    monkeypatch.setattr(grpc_open, "_MESSAGE_S", 0.05)
+
+    async def never() -> AsyncIterator[bytes]:
+        await asyncio.Event().wait()
+        yield b""
+
+    async with router() as rig, dial(rig) as (channel, _):
+        for method in ("Check", "List"):
+            with pytest.raises(grpc.aio.AioRpcError) as refused:
+                await channel.stream_unary(f"/grpc.health.v1.Health/{method}")(never(), timeout=60)
+            assert error_info(refused.value).reason == "MESSAGE_INVALID"
 
 
 async def test_health_and_reflection_answer():

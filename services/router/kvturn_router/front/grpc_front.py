@@ -14,11 +14,12 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 
 from kvturn.v1 import router_pb2, router_pb2_grpc
 from kvturn_router.engines.fleet import Fleet
 from kvturn_router.errors import ErrorCounts, TurnError, bad_field
+from kvturn_router.front import grpc_open
 from kvturn_router.front.body_budget import BodyBudget
 from kvturn_router.front.gate import Gate
 from kvturn_router.front.grpc_answer import GrpcAnswer
@@ -206,8 +207,8 @@ class GrpcFront:
     """The gRPC listener, with health and reflection.
 
     The health service answers for the process under "" and, under the service's
-    name, whether a turn can be served. `calls_max` is how many calls there may
-    be at once; gRPC refuses more, or has them wait at their client, unread.
+    name, whether a turn can be served. `calls_max` is how many other calls there
+    may be at once; gRPC refuses more, or has them wait at their client, unread.
     `message_s` is how long a call's message may take to come whole. `keys` are
     those of which a caller must bring one, None for none: without it a call is
     refused before its message is taken.
@@ -235,6 +236,7 @@ class GrpcFront:
         self.errors = ErrorCounts()
         """Errors that were answered."""
         self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]
+        calls_max += grpc_open.CALLS_MAX * grpc_open.METHODS_MAX
         self._server = grpc.aio.server(
             maximum_concurrent_rpcs=calls_max,
             options=(
@@ -264,9 +266,13 @@ class GrpcFront:
             ),
         )
         self._server.add_generic_rpc_handlers((self._handlers(servicer),))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        services = grpc_open.OpenServices(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, services)
         names = (_SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self._server)
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(
+            reflection.aio.ReflectionServicer(names),  # type: ignore[attr-defined]
+            services,
+        )
 
     async def start(
         self, host: str, port: int, credentials: grpc.ServerCredentials | None = None
