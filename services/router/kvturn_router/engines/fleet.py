@@ -277,7 +277,7 @@ class Fleet:
             self._note(engine, was=was)
 
     def sweep(self) -> None:
-        """To be called often: ends what is over by now."""
+        """To be called every second: ends what is over by now."""
         now_ns = self._clock_ns()
         for engine_id in [name for name, end_ns in self._ended_ns.items() if end_ns <= now_ns]:
             del self._ended_ns[engine_id]

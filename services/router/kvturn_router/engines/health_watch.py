@@ -80,7 +80,6 @@ class HealthWatch:
         least_s, most_s = self._pauses_s
         # First, so that it goes on whatever happens.
         self._timer = self._loop.call_later(most_s, self._look)
-        self._fleet.sweep()
         now_ns = self._clock_ns()
         next_ns = now_ns + round(most_s * 1e9)
         for engine in self._fleet:
