@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
+from kvturn.recognition import POINTS_MAX
 from kvturn.span_wire import SPAN_NAME_BYTES
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.choice.plan import Resolution
@@ -27,9 +28,6 @@ from kvturn_router.leases.session_wire import (
 )
 from kvturn_router.request.conversation import ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict, verdict_named
-
-POINTS_MAX: Final = 20
-"""Digests of its history that a turn tells."""
 
 _LONGEST_READ_MS: Final = 3_000
 """Longest read where the lease service does not say."""

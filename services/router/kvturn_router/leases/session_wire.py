@@ -14,8 +14,6 @@ from kvturn_router.leases.turn_report import PLANS, VERDICTS
 from kvturn_router.request.conversation import ConversationKey, TurnReport
 from kvturn_router.verdict import Verdict
 
-POINT_BYTES: Final = 16
-
 _UINT32_MAX: Final = (1 << 32) - 1
 _UINT64_MAX: Final = (1 << 64) - 1
 _WRITTEN_MAX: Final = 4_096
@@ -48,7 +46,7 @@ def begin_turn(
     number: int = 0,
     trace: bytes = b"",
 ) -> bytes:
-    """Returns a BeginTurn. Points have POINT_BYTES each; nothing is said of a wait of 0.
+    """Returns a BeginTurn. Points have 16 bytes each; nothing is said of a wait of 0.
 
     `number` is the turn's, where an earlier session gave it one, `trace` what
     `turn_trace` returned, empty if the turn is not recorded.
