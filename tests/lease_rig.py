@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import grpc
 from etcd_server import EtcdServer, until
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_channels import error_info
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_cli.leash import die_with_parent
 from kvturn_cli.ports import HOST, pick_free
 from kvturn_connector.config import ConnectorConfig
 from kvturn_connector.digest import Scope
-from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
+from kvturn_connector.lease_client import LeaseClient, Question
 from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession

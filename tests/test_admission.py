@@ -1,23 +1,19 @@
 """Turns that wait, in real time, until an engine has room for them."""
 
 import asyncio
-import time
 
 import pytest
 from router_harness import FakeLease, router, turn_body
 from stub_engine import CHAT, Reply, Seen
 
 from kvturn.address import EngineAddress
+from kvturn.clock import boottime_ns
 from kvturn_router.engines.admission import Admission
 from kvturn_router.engines.engine import DECODE, PREFILL, Engine
 from kvturn_router.engines.fleet import FLAGS, Fleet
 from kvturn_router.engines.health import Health
 from kvturn_router.engines.waiting import NoPlace, NoRoom, Waiting, WaitingRoom
 from kvturn_router.errors import TurnError
-
-
-def boottime_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class Rig:

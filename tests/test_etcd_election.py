@@ -22,8 +22,8 @@ from lease_rig import GUARD_S, OUTLIVING, LeaseProcess
 from test_etcd_client import make_certificates
 from test_lease_service import RawEngine
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
-from kvturn_lease.__main__ import boottime_ns
 from kvturn_lease.config import ConfigError, parse_config
 from kvturn_lease.election import Election
 from kvturn_lease.etcd.client import EtcdClient

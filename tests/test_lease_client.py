@@ -18,12 +18,13 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 from recorded_spans import Recording
 
+from kvturn.clock import boottime_ns
 from kvturn.span_wire import CLIENT
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector import lease_client, telemetry
 from kvturn_connector.config import NS_PER_S, ConnectorConfig
 from kvturn_connector.digest import Scope, digest_values
-from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
+from kvturn_connector.lease_client import LeaseClient, Question
 from kvturn_connector.reader import End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession

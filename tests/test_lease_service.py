@@ -24,9 +24,10 @@ from grpc_status import rpc_status
 from opentelemetry.proto.trace.v1 import trace_pb2
 from recorded_spans import Recording, told
 
+from kvturn.clock import boottime_ns
 from kvturn.otlp import Destination
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
-from kvturn_lease.__main__ import boottime_ns, main
+from kvturn_lease.__main__ import main
 from kvturn_lease.config import ConfigError, LeaseConfig, LessorConfig, parse_config
 from kvturn_lease.errors import NotLeader, StreamSlow
 from kvturn_lease.lessor import Lessor

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_connector.config import ConnectorConfig
 from kvturn_connector.digest import Scope
@@ -16,7 +17,6 @@ from kvturn_connector.lease_client import LeaseClient, Question
 from kvturn_connector.reader import Answer, End
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
-from kvturn_lease.__main__ import boottime_ns
 from kvturn_lease.config import LeaseConfig, LessorConfig
 from kvturn_lease.lessor import Lessor
 from kvturn_lease.server import LeaseServer

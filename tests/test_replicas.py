@@ -27,7 +27,6 @@ from lease_rig import (
     SCOPE,
     Engine,
     LeaseProcess,
-    boottime_ns,
     conversation,
     lease_cluster,
     lease_of,
@@ -36,6 +35,7 @@ from router_harness import Answer, Client, router, turn_body
 from router_process import Process, process
 from stub_engine import CHAT, Reply, Seen, StubEngine
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_cli.ports import HOST, pick_free
 from kvturn_connector.lease_client import Question

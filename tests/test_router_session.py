@@ -12,9 +12,9 @@ import pytest
 from recorded_spans import Recording, told
 from tcp_proxy import TcpProxy
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_channels import error_info
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
-from kvturn_lease.__main__ import boottime_ns
 from kvturn_lease.config import LeaseConfig, LessorConfig
 from kvturn_lease.conversation import Conversation, ConversationKey
 from kvturn_lease.conversation_search import ConversationSearch, Wanted

@@ -12,6 +12,7 @@ from awake import within
 from router_harness import FakeLease
 from stub_engine import GUARD_S
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_router.choice.plan import Resolution
@@ -24,10 +25,6 @@ from kvturn_router.verdict import Verdict
 KEY = ConversationKey("acme", "m", "c1")
 POINTS = [b"p" * 16, b"q" * 16]
 UNREACHABLE = Resolution(Verdict.LEASE_SERVICE_UNREACHABLE)
-
-
-def boottime_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 class Heard:

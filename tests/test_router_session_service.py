@@ -2,13 +2,13 @@
 
 import asyncio
 import contextlib
-import time
 from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc.aio
 from stub_engine import GUARD_S
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_channels import LeaseChannels
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
 from kvturn_lease.config import LeaseConfig
@@ -27,10 +27,6 @@ from kvturn_router.request.conversation import ConversationKey
 from kvturn_router.verdict import Verdict
 
 KEY = ConversationKey("t", "m", "c")
-
-
-def boottime_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def points(*asked: str) -> list[bytes]:

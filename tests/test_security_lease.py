@@ -19,6 +19,7 @@ from router_harness import router, turn_body
 from router_process import process
 from tcp_proxy import TcpProxy
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.lease_channels import LeaseChannels, Unanswered
 from kvturn.tls import TlsFiles
@@ -29,7 +30,7 @@ from kvturn_connector.config import ConnectorConfig
 from kvturn_connector.lease_client import LeaseClient
 from kvturn_connector.retention import Retentions
 from kvturn_connector.session import EngineSession
-from kvturn_lease.__main__ import boottime_ns, callers_of
+from kvturn_lease.__main__ import callers_of
 from kvturn_lease.callers import ALLOWED, Role
 from kvturn_lease.config import ConfigError, parse_config
 from kvturn_lease.lessor import Lessor

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Self, TypeVar
 
 import grpc
 import grpc.aio
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.lease_channels import LeaseChannels, Unanswered, error_info
 from kvturn.tls import TlsFiles
@@ -104,7 +104,7 @@ class LeaseConnection:
         # Nobody asks a second time here: a slow connection may take all of the time, and more, so
         # that it is the question's own end that tells.
         connect_s = 2 * self.timeout_s
-        self._channels = LeaseChannels(self.named, _boottime_ns, self._access, connect_s)
+        self._channels = LeaseChannels(self.named, boottime_ns, self._access, connect_s)
         self._probes = asyncio.create_task(self._channels.run())
         if len(self.named) > 1:
             # Whom to ask first: a frozen process would cost the whole timeout.
@@ -152,7 +152,3 @@ def _of_up(run_dir: Path) -> tuple[str, ...]:
     if state is None or not state.lease_address or not state.holder.is_running():
         return (DEFAULT_ENDPOINT,)
     return (state.lease_address,)
-
-
-def _boottime_ns() -> int:
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.engine import EngineCoreRequestType
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import NS_PER_MS
-from kvturn_connector.lease_client import boottime_ns
 from kvturn_connector.scheduler import LeasedScheduler
 from kvturn_connector.shared_blocks import SharedBlocks
 from kvturn_connector.tally import (

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import grpc
 
+from kvturn.clock import boottime_ns
 from kvturn.lease_channels import LeaseChannels, Unanswered
 from kvturn.span_wire import CLIENT, INTERNAL
 from kvturn.v1 import common_pb2, lease_pb2, lease_pb2_grpc
@@ -79,11 +80,6 @@ SEND_QUEUE_MAX = 10_000
 TASKS_MAX = 10_000
 JOIN_TIMEOUT_S = 5.0
 DRAIN_S = 0.1
-
-
-def boottime_ns() -> int:
-    """CLOCK_BOOTTIME: goes on in suspend, unlike CLOCK_MONOTONIC. Never leaves this machine."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,11 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import common_pb2, lease_pb2
 from kvturn_connector.config import NS_PER_MS, NS_PER_S
 from kvturn_connector.handle import notice_name, strip_handle
-from kvturn_connector.lease_client import LeaseClient, Question, boottime_ns
+from kvturn_connector.lease_client import LeaseClient, Question
 from kvturn_connector.reader import Read, Reader, State
 from kvturn_connector.scheduler import LeasedScheduler
 from kvturn_connector.tally import OUTCOMES, READ, READ_BYTES, READS, VERDICTS, VERDICTS_GIVEN

@@ -21,9 +21,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPu
 from vllm.distributed.nixl_utils import NixlWrapper
 from vllm.logger import init_logger
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import lease_pb2
 from kvturn_connector.handle import NOTICE_PREFIX
-from kvturn_connector.lease_client import boottime_ns
 from kvturn_connector.metrics import KvturnStats
 from kvturn_connector.pace import ReadPace
 

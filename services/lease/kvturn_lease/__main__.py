@@ -15,12 +15,12 @@ import logging
 import os
 import secrets
 import sys
-import time
 from typing import TYPE_CHECKING
 
 import uvloop
 
 from kvturn.address import address_of
+from kvturn.clock import boottime_ns
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.open_files import raise_limit
@@ -59,11 +59,6 @@ _MMAP_THRESHOLD_BYTES = 64 * 1024
 EXIT_OK = 0
 EXIT_FAILED = 1
 EXIT_USAGE = 2
-
-
-def boottime_ns() -> int:
-    """Returns the clock of the lease rules: it goes on while the machine is suspended."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -16,13 +16,13 @@ import shutil
 import socket
 import sys
 import tempfile
-import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from importlib.metadata import version
 
 import uvloop
 
 from kvturn.address import EngineAddress, address_of
+from kvturn.clock import boottime_ns
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
 from kvturn.lease_access import lease_access
@@ -81,11 +81,6 @@ _GOLDEN_RATIO = 0.618034
 # glibc's numbers for settings of malloc.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
-
-
-def boottime_ns() -> int:
-    """Returns a clock that goes on while the machine is suspended."""
-    return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

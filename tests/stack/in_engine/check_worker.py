@@ -14,11 +14,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMet
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import NixlPullConnectorWorker
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.stats import NixlKVConnectorStats
 
+from kvturn.clock import boottime_ns
 from kvturn.v1 import lease_pb2
 from kvturn_connector.config import ConfigError
 from kvturn_connector.connector import _check
 from kvturn_connector.handle import notice_name
-from kvturn_connector.lease_client import boottime_ns
 from kvturn_connector.pace import ReadPace
 from kvturn_connector.worker import (
     KvturnWorker,
