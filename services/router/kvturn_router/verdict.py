@@ -1,7 +1,7 @@
 """Why a turn reused KV or did not: one word per turn, as in common.proto.
 
 The router's own modules use these names; protobuf numbers appear only where a
-message is read or written (`lease_client.py`, `grpc_front.py`).
+message is read or written (`lease_client.py`, `session_turns.py`, `turn_report.py`).
 """
 
 from enum import StrEnum
