@@ -83,9 +83,14 @@ def worker_of(seen: Seen) -> str:
 async def refusal(stub: router_pb2_grpc.RouterServiceStub) -> grpc.StatusCode:
     """Asks for a conversation without a name until that is not what is told to be wrong.
 
-    A call that crosses the end of its connection on the wire is cancelled, unserved.
+    A call that crosses the end of its connection on the wire is cancelled, unserved. Rarely it is
+    heard by nobody and waits for its deadline: of 150 shutdowns of a server of gRPC alone, in one.
     """
-    passing = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.CANCELLED)
+    passing = (
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.CANCELLED,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+    )
     async with asyncio.timeout(GUARD_S):
         while True:
             with pytest.raises(grpc.aio.AioRpcError) as error:
