@@ -7,6 +7,7 @@ port of 127.0.0.1.
 """
 
 import asyncio
+import itertools
 import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -241,6 +242,18 @@ class StubEngine:
             await (self.prefill if self.role == "prefill" else self.decode)(seen, reply)
         else:
             await reply.json({"detail": "Not Found"}, 404)
+
+    def number_handles(self) -> None:
+        """Has each answer as a prefill engine hand over a request of its own: p-0, p-1, ..."""
+        numbers = itertools.count()
+
+        async def play(seen: Seen, reply: Reply) -> None:
+            del seen
+            answer = self.prefill_answer()
+            answer["kv_transfer_params"]["remote_request_id"] = f"p-{next(numbers)}"
+            await reply.json(answer)
+
+        self.script(CHAT, play)
 
     def prefill_answer(self) -> dict[str, Any]:
         """Returns what prefill answers by default."""

@@ -2,7 +2,6 @@
 
 import asyncio
 import gzip
-import itertools
 import json
 import time
 from typing import Any
@@ -62,12 +61,6 @@ async def test_clients_that_leave_between_the_legs_leave_nothing():
     And fifty times it cannot be reached yet: then it fetches, for one token, what prefill holds
     for the turn. So prefill is asked once, and only once, for the KV of each of the hundred.
     """
-    numbers = itertools.count()
-
-    async def prefill(seen: Seen, reply: Reply) -> None:
-        answer = rig.prefill.prefill_answer()
-        answer["kv_transfer_params"]["remote_request_id"] = f"p-{next(numbers)}"
-        await reply.json(answer)
 
     async def decode(seen: Seen, reply: Reply) -> None:
         if seen.json["max_tokens"] == 1:
@@ -83,7 +76,7 @@ async def test_clients_that_leave_between_the_legs_leave_nothing():
 
     connecting, reachable = asyncio.Event(), asyncio.Event()
     async with router() as rig:
-        rig.prefill.script(CHAT, prefill)
+        rig.prefill.number_handles()
         rig.decode.script(CHAT, decode)
         pool = rig.server._fleet.holder(rig.decode.url).pool
         send = pool.send

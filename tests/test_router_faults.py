@@ -4,7 +4,6 @@ import asyncio
 import json
 import ssl
 import time
-from itertools import count
 from typing import cast
 
 import pytest
@@ -339,12 +338,7 @@ async def test_what_prefill_holds_is_released_when_the_client_leaves_between_the
 async def test_what_prefill_holds_is_released_when_decode_refuses(status):
     """A limit that only decode sees, or no room, for 200 at once: each client is told, and decode
     fetches the KV of each."""
-    numbers, all_asked = count(), asyncio.Barrier(200)
-
-    async def prefill(seen: Seen, reply: Reply) -> None:
-        answer = rig.prefill.prefill_answer()
-        answer["kv_transfer_params"]["remote_request_id"] = f"p-{next(numbers)}"
-        await reply.json(answer)
+    all_asked = asyncio.Barrier(200)
 
     async def decode(seen: Seen, reply: Reply) -> None:
         if seen.json["max_tokens"] == 1:
@@ -354,7 +348,7 @@ async def test_what_prefill_holds_is_released_when_decode_refuses(status):
             await reply.whole(ERROR, status)
 
     async with router(lease=FakeLease()) as rig:
-        rig.prefill.script(CHAT, prefill)
+        rig.prefill.number_handles()
         rig.decode.script(CHAT, decode)
         bodies = [
             turn_body(stream=True, messages=[{"role": "user", "content": f"{number}"}])

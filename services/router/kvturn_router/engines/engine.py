@@ -4,12 +4,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvturn.address import EngineAddress
 from kvturn.tls import ClientTls
-from kvturn_router.engines.engine_http import (
-    EnginePool,
-    Exchange,
-    LostFault,
-    request_bytes,
-)
+from kvturn_router.engines.engine_http import EnginePool, Exchange, request_bytes
 from kvturn_router.engines.health import Health
 
 if TYPE_CHECKING:
@@ -114,16 +109,4 @@ class Engine:
         if authorization is not None:
             headers.append((b"authorization", authorization))
         request = request_bytes(method, path, headers)
-        for fresh in (False, True):
-            exchange = await self.pool.send(request, silence_s=silence_s, fresh=fresh)
-            try:
-                await exchange.answered()
-            except LostFault as fault:
-                if fresh or not fault.stale:
-                    raise
-            except BaseException:
-                exchange.close()
-                raise
-            else:
-                return exchange
-        raise AssertionError("the second attempt returns or raises")
+        return await self.pool.answered(lambda: request, silence_s=silence_s)

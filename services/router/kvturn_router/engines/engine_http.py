@@ -443,6 +443,36 @@ class EnginePool:
             connection = await self._connect()
         return connection.start(request, silence_s)
 
+    async def answered(
+        self,
+        request: Callable[[], bytes],
+        *,
+        silence_s: float,
+        again_if_stale: bool = True,
+        sent: Callable[[Exchange], None] = lambda _: None,
+    ) -> Exchange:
+        """Sends a request and returns its exchange, answered.
+
+        `request` returns what is sent, head and body, for each attempt. With `again_if_stale` there
+        is a second one, on a new connection, if the first was lost on one used before, without a
+        byte of an answer. `sent` is called with each exchange as soon as its request is on the way.
+        `silence_s` bounds the wait for each next byte. Raises EngineFault.
+        """
+        for fresh in (False, True):
+            exchange = await self.send(request(), silence_s=silence_s, fresh=fresh)
+            sent(exchange)
+            try:
+                await exchange.answered()
+            except LostFault as fault:
+                if fresh or not (fault.stale and again_if_stale):
+                    raise
+            except BaseException:
+                exchange.close()
+                raise
+            else:
+                return exchange
+        raise AssertionError("the second attempt returns or raises")
+
     def _take_idle(self) -> _Connection | None:
         while self._idle:
             connection, since = self._idle.popitem()

@@ -3,6 +3,7 @@
 import os
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 from typing import Final
 
@@ -92,21 +93,12 @@ class Legs:
         on a new one and under a new id. `sent` is called with each exchange as
         soon as its request is on the way. Raises EngineFault.
         """
-        for fresh in (False, True):
-            wire = self._wire(engine, request, path, parts, span)
-            exchange = await engine.pool.send(wire, silence_s=silence_s, fresh=fresh)
-            sent(exchange)
-            try:
-                await exchange.answered()
-            except LostFault as fault:
-                if fresh or not (fault.stale and again_if_stale):
-                    raise
-            except BaseException:
-                exchange.close()
-                raise
-            else:
-                return exchange
-        raise AssertionError("the second attempt returns or raises")
+        return await engine.pool.answered(
+            partial(self._wire, engine, request, path, parts, span),
+            silence_s=silence_s,
+            again_if_stale=again_if_stale,
+            sent=sent,
+        )
 
     def _wire(
         self,
