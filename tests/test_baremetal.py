@@ -173,12 +173,18 @@ def test_the_backend_says_how_kv_travels() -> None:
 def test_more_settings_reach_vllm_and_the_connector() -> None:
     """GPUs, tensor parallelism, extra arguments and keys."""
     command = dry(
-        *("ROLE=decode", "TP=2", "GPUS=4,5", "VLLM_ARGS=--max-num-seqs 8", "PREFIX_CACHING=off"),
+        *(
+            "ROLE=decode",
+            "TP=2",
+            "GPUS=4,5",
+            "VLLM_ARGS=--seed 7\n--max-num-seqs 8",
+            "PREFIX_CACHING=off",
+        ),
         *('EXTRA_CONFIG={"decoder_kv_blocks_ttl": 60}', *ENGINE),
     )
     assert "CUDA_VISIBLE_DEVICES=4,5" in command
     assert command[command.index("--tensor-parallel-size") + 1] == "2"
-    assert command[-2:] == ["--max-num-seqs", "8"]
+    assert command[-4:] == ["--seed", "7", "--max-num-seqs", "8"]
     assert "--no-enable-prefix-caching" in command
     extra = connector_of(command)["kv_connector_extra_config"]
     assert isinstance(extra, dict)
@@ -282,6 +288,16 @@ def test_a_file_holds_the_variables_of_all_scripts(tmp_path: Path) -> None:
         (("ROLE=prefill", *ENGINE, "D_IP=127.0.0.1"), "reached on its own machine only"),
         (("ROLE=prefill", *ENGINE, "DEVICE=cpu", "BACKEND=LIBFABRIC"), "set BACKEND=UCX"),
         (("ROLE=prefill", *ENGINE, "RUN_DIR=here"), "RUN_DIR=here: must be an absolute path"),
+        (("ROLE=prefill", *ENGINE, "P_IP=0.0.0.0"), "P_IP=0.0.0.0: nobody can reach that; give"),
+        (("ROLE=decode", *ENGINE, "D_IP=::"), "D_IP=::: nobody can reach that; give an address"),
+        (("ROLE=router", *PAIR, "LEASE_IP=0.0.0.0"), "LEASE_IP=0.0.0.0: nobody can reach that"),
+        (("ROLE=prefill", *ENGINE, "P_IP=10.0.0.300"), "P_IP=10.0.0.300: is no IPv4 address; it"),
+        (("ROLE=lease", *PAIR, "LEASE_IP=10.0.5"), "LEASE_IP=10.0.5: is no IPv4 address; it has"),
+        (
+            ("ROLE=decode", *ENGINE, "VLLM_ARGS=--chat-template '/a b'"),
+            "VLLM_ARGS: '/a begins with",
+        ),
+        (("--foreground", "ROLE=lease", *PAIR), "--dry-run and --foreground: give one"),
         (("--fast",), "--fast: there is no such option"),
         (("--file",), "--file : cannot be read"),
         (("prefill",), "prefill: neither an option nor VARIABLE=VALUE"),
@@ -308,6 +324,7 @@ def test_a_wrong_word_is_named_with_its_fix(words: Sequence[str], told: str) -> 
         ),
         (("ROUTER_URL=10.0.0.5:8000",), "ROUTER_URL=10.0.0.5:8000: must be an http://"),
         (("--report",), "--report: give the folders"),
+        (("--report", "--dry-run"), "--report: --dry-run is no folder; give folders of results"),
     ],
 )
 def test_a_wrong_word_for_a_sweep_is_named(words: Sequence[str], told: str) -> None:

@@ -168,7 +168,7 @@ def test_a_turn_that_decode_serves_alone_tells_its_tokens_at_its_end(router: Fak
     assert (result.plan, result.verdict) == ("local", "local")
     assert (result.prompt_tokens, result.local_tokens, result.reused_tokens) == (300, 256, 0)
     assert router.requests[-1][3]["stream_options"] == {"include_usage": True}
-    assert "with 256 of 300 prompt tokens held" in reuse_line(result)
+    assert "served it alone, 256 of 300 prompt tokens from its cache" in reuse_line(result)
 
 
 def test_headers_that_are_absent_or_broken_count_as_nothing() -> None:

@@ -123,6 +123,8 @@ def test_a_lease_service_of_several_processes_is_a_list() -> None:
         ("kvturn_http_address", "http://", "http://"),
         ("kvturn_http_address", "http://10.0.0.7:8200/v1", "http://10.0.0.6:8200"),
         ("kvturn_http_address", "http://a..b:8200", "1 to 63 characters"),
+        ("kvturn_http_address", "http://0.0.0.0:8200", "that routers can reach"),
+        ("kvturn_http_address", "http://[0::0]:8200", "that routers can reach"),
         ("kvturn_http_address", None, "expected text"),
         ("kvturn_otlp_endpoint", "127.0.0.1:4317", "http://"),
         ("bidirectional_kv_xfer", "true", "true or false"),

@@ -229,6 +229,16 @@ def test_a_router_that_is_not_ready_says_why() -> None:
     router = replace(facts.router, ready=False, not_ready="no decode engine is healthy")
     finding = only(replace(facts, router=router), "router.ready", PROBLEM)
     assert "no decode engine is healthy" in finding.seen
+    assert "start the engines" in finding.fix
+
+
+def test_a_router_whose_engines_all_drain_is_told_to_take_them_up_again() -> None:
+    """There is nothing to start: what it lacks is there."""
+    facts = healthy()
+    router = replace(facts.router, ready=False, not_ready="all decode engines are draining")
+    finding = only(replace(facts, router=router), "router.ready", PROBLEM)
+    assert "kvturn drain ENGINE --undo" in finding.fix
+    assert "--decode" not in finding.fix
 
 
 @pytest.mark.parametrize(
@@ -517,7 +527,8 @@ def test_sessions_that_were_lost_lately_are_a_warning() -> None:
     lost.last_expiry_age.FromSeconds(12)
     finding = only(with_engines(engine("prefill"), lost), "engines.expiries", WARNING)
     assert finding.seen == (
-        "decode-0 lost 34 sessions, the latest 12 s ago: it was silent for the session TTL of 5 s"
+        "decode-0 lost 34 sessions, the latest 12 s ago:"
+        " it was not heard for the session TTL of 5 s"
     )
     assert "--session-ttl" in finding.fix
 
@@ -962,7 +973,7 @@ def test_clients_that_tag_nothing_and_are_not_recognised_are_told() -> None:
     """The router made up their conversations' names, and none went on."""
     lost = [(f"conv-{n:032x}", "first_turn", 1) for n in range(11)]
     finding = only(with_conversations(*lost, ("trip", "reused", 5)), "traffic.naming", WARNING)
-    assert "1 conversation named by clients, 11 by the router, of which 0 went on" in finding.seen
+    assert "named by clients, 11 by the router, none of which went on" in finding.seen
     assert "X-Conversation-Id" in finding.fix
     recognised = [(f"agent~{n:012x}", "reused", 4) for n in range(11)]
     assert not amiss(with_conversations(*recognised))

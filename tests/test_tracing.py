@@ -37,6 +37,7 @@ from kvturn_router.telemetry.sampling import Sampler, sampler_of
 
 TRACEPARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 OTLP = "OTEL_EXPORTER_OTLP"
+ATTRIBUTES = "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
 PROCESSES: Mapping[str, Callable[[Destination], Tracing]] = {
     "router": router.make_tracing,
     "lease": lease.make_tracing,
@@ -95,6 +96,8 @@ def test_flags_come_first_then_the_standards_variables(
         ),
         (("", ""), {f"{OTLP}_ENDPOINT": "c:1"}, f"{OTLP}_ENDPOINT"),
         (("http://c:1", ""), {f"{OTLP}_COMPRESSION": "zstd"}, f"{OTLP}_COMPRESSION"),
+        (("http://c:1", ""), {ATTRIBUTES: "zz"}, ATTRIBUTES),
+        (("http://c:1", ""), {ATTRIBUTES: "-1"}, ATTRIBUTES),
     ],
 )
 def test_a_wrong_destination_is_refused_by_name(

@@ -7,6 +7,11 @@ reads a request, cuts the body at its top level, asks prefill for one token, and
 them with the KV that prefill handed over. It does nothing else: no routes, keys, checks, limits,
 deadlines, retries, health, metrics or conversations; decode's head, events and chunks reach the
 client as they were read, and whoever fails leaves the others waiting. Not for use.
+
+With 32 connections it is faster than the engines and the client beside it. So it is woken for each
+turn, where a router with more to do finds several turns to go on with at once, and takes more time
+in the kernel for a turn than that router: compare the time outside the kernel, and take no share of
+the whole for the least that a router can take.
 """
 
 from __future__ import annotations

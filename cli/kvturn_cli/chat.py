@@ -100,8 +100,8 @@ def reuse_line(result: TurnResult) -> str:
     """Returns the line shown under a reply."""
     if result.plan == "local":
         return (
-            f"{result.verdict}: decode served it alone, with {result.local_tokens} of"
-            f" {result.prompt_tokens} prompt tokens held, TTFT {result.ttft_ms:.0f} ms"
+            f"{result.verdict}: decode served it alone, {result.local_tokens} of"
+            f" {result.prompt_tokens} prompt tokens from its cache, TTFT {result.ttft_ms:.0f} ms"
         )
     line = (
         f"{result.verdict or 'no verdict'}: {result.reused_tokens} of {result.prompt_tokens} prompt"

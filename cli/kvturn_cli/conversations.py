@@ -63,7 +63,10 @@ def _shown(
         return [Text("no conversation matches" if filtered else "no conversation is known yet")]
     parts: list[RenderableType] = [conversation_table(rows, width)]
     if total > len(rows):
-        parts.append(Text(f"{len(rows)} of {total:,}; --limit shows more", style="dim"))
+        more = "--limit shows more"
+        if len(rows) >= LISTED_MAX:
+            more = "--tenant, --model, --engine and --retained show fewer at a time"
+        parts.append(Text(f"{len(rows):,} of {total:,}; {more}", style="dim"))
     return parts
 
 

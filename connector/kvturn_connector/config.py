@@ -200,10 +200,17 @@ def _endpoints(extra: Mapping[str, Any], key: str) -> tuple[str, ...]:
 
 def _url(extra: Mapping[str, Any], key: str) -> str:
     url = _text(extra, key)
+    if not url:
+        return ""
     try:
-        return engine_address(url).url if url else ""
+        address = engine_address(url)
     except ValueError as error:
         raise ConfigError(f"{key}: {url!r} {error}, such as http://10.0.0.6:8200") from None
+    if address.host in ("0.0.0.0", "::"):
+        raise ConfigError(
+            f"{key}: {url!r} must have a host that routers can reach, such as http://10.0.0.6:8200"
+        )
+    return address.url
 
 
 def _lease_access(extra: Mapping[str, Any]) -> LeaseAccess:

@@ -244,5 +244,25 @@ quoted() {
 # url_host HOST: prints a host as it stands in a URL.
 url_host() { if [[ $1 == *:* ]]; then printf '[%s]' "$1"; else printf '%s' "$1"; fi; }
 
+# check_hosts NAME...: reports numbers that look like an IPv4 address and are none.
+check_hosts() {
+    local name octet='(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])'
+    for name in "$@"; do
+        if [[ ${!name} =~ ^[0-9.]+$ && ! ${!name} =~ ^$octet(\.$octet){3}$ ]]; then
+            problem "$name=${!name}: is no IPv4 address; it has four numbers from 0 to 255"
+        fi
+    done
+}
+
+# check_told NAME...: reports addresses that stand for all of a machine's, and lead nowhere.
+check_told() {
+    local name
+    for name in "$@"; do
+        if [[ ${!name} == 0.0.0.0 || ${!name} =~ ^[0:]*::[0:]*$ ]]; then
+            problem "$name=${!name}: nobody can reach that; give an address of the node that the others reach"
+        fi
+    done
+}
+
 # is_loopback HOST: tells whether an address stays on this machine.
 is_loopback() { [[ $1 == 127.* || $1 == ::1 || $1 == localhost ]]; }

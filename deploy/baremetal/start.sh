@@ -40,7 +40,12 @@ parse() {
     while [[ $# -gt 0 ]]; do
         case $1 in
         --help | -h) usage && exit 0 ;;
-        --dry-run | --check | --foreground | --wait) MODE=${1#--} ;;
+        --dry-run | --check | --foreground | --wait)
+            if [[ $MODE != start && $MODE != "${1#--}" ]]; then
+                problem "--$MODE and $1: give one of them"
+            fi
+            MODE=${1#--}
+            ;;
         --file)
             read_file "${2-}"
             shift $(($# > 1))
@@ -60,6 +65,10 @@ derive() {
     need D_IP 10.0.0.6
     LEASE_IP=${LEASE_IP:-$P_IP}
     ROUTER_IP=${ROUTER_IP:-$P_IP}
+    check_hosts P_IP D_IP LEASE_IP ROUTER_IP
+    # What the others are told must lead to one machine.
+    check_told P_IP D_IP
+    if [[ $ROLE != lease ]]; then check_told LEASE_IP; fi
     case $ROLE in
     prefill) OWN_IP=$P_IP PORT=$P_PORT PORT_SETTING=P_PORT SIDE_PORT=${SIDE_PORT:-5600} ;;
     decode) OWN_IP=$D_IP PORT=$D_PORT PORT_SETTING=D_PORT SIDE_PORT=${SIDE_PORT:-5700} ;;
@@ -111,8 +120,11 @@ derive_ports() {
 add_arguments() {
     local setting=$1 words word pair
     shift
-    read -ra words <<<"${!setting}"
+    read -ra words <<<"${!setting//$'\n'/ }"
     for word in ${words[@]+"${words[@]}"}; do
+        if [[ $word == [\'\"]* ]]; then
+            problem "$setting: $word begins with a quote, which is not read; words are parted by blanks and hold none"
+        fi
         word=${word%%=*}
         for pair in "$@"; do
             if [[ ${word//_/-} == "${pair%%=*}" ]]; then

@@ -41,6 +41,10 @@ parse() {
             shift
             if [[ $# -eq 0 ]]; then problem "--report: give the folders of the results"; fi
             REPORT=("$@")
+            local folder
+            for folder in "$@"; do
+                if [[ ! -d $folder ]]; then problem "--report: $folder is no folder; give folders of results alone"; fi
+            done
             return
             ;;
         --file)

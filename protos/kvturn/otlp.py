@@ -19,7 +19,10 @@ _COMPRESSIONS = ("none", "gzip")
 _DISABLED = "OTEL_SDK_DISABLED"
 _TRACES_ENDPOINT = "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 _HTTP_PATH = "/v1/traces"
+# OpenTelemetry's SDK reads it as it is imported, and fails by it; spans here have no such limit.
+_ATTRIBUTES_MAX = "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"
 
+_count = re.compile(r"[0-9]{1,9}")
 _url = re.compile(r"https?://[^\s/]+(/\S*)?")
 
 
@@ -68,6 +71,9 @@ def destination_of(
     if not whole and not endpoint.rstrip("/").endswith(_HTTP_PATH):
         endpoint = endpoint.rstrip("/") + _HTTP_PATH
     compressed(environment)
+    limit = environment.get(_ATTRIBUTES_MAX, "").strip()
+    if limit and not _count.fullmatch(limit):
+        raise WrongSetting(_ATTRIBUTES_MAX, f"must be a number of attributes, not {limit!r}")
     return Destination(endpoint, protocol)
 
 

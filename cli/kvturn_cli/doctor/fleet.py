@@ -239,9 +239,9 @@ def _expiries(engine: EngineFacts, ttl_s: float) -> Iterator[Finding]:
         yield warning(
             "engines.expiries",
             f"{engine.name} lost {counted(session.expired_session_count, 'session')}, the latest"
-            f" {ago_s:.0f} s ago: it was silent for the session TTL of {ttl_s:g} s",
+            f" {ago_s:.0f} s ago: it was not heard for the session TTL of {ttl_s:g} s",
             "Nothing that it holds can be read until it registers again, and it gives up what it"
             " holds if that takes longer than readers may (engine_lost, no_lease).",
-            "give its process CPU, look for a network that drops, or raise --session-ttl of"
-            " kvturn lease",
+            "give its process CPU, look for a network that drops, see whether kvturn lease itself"
+            " was stopped for that long (then each engine lost one), or raise its --session-ttl",
         )

@@ -48,10 +48,18 @@ def _router(router: RouterFacts) -> Iterator[Finding]:
             "router.ready",
             f"not ready: {router.not_ready or 'it does not say why'}",
             "A turn needs a prefill and a decode engine.",
-            "start the engines it lacks, or name them: --prefill URL, --decode URL of"
-            " kvturn router, or kvturn_http_address of the connector",
+            _fix_of_unready(router.not_ready),
         )
     yield from _settings(router)
+
+
+def _fix_of_unready(why: str) -> str:
+    if "draining" in why:
+        return "take them up again (kvturn drain ENGINE --undo), or start others"
+    return (
+        "start the engines it lacks, or name them: --prefill URL, --decode URL of kvturn router,"
+        " or kvturn_http_address of the connector"
+    )
 
 
 def _settings(router: RouterFacts) -> Iterator[Finding]:

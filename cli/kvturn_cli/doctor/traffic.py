@@ -72,10 +72,10 @@ def _naming(conversations: Sequence["Conversation"]) -> Finding:
     minted = [one for one in conversations if is_minted(one.key.conversation_id)]
     lost = [one for one in minted if one.turns == 1]
     named = len(conversations) - len(minted)
-    seen = (
-        f"{counted(named, 'conversation')} named by clients, {len(minted):,} by the router, of"
-        f" which {len(minted) - len(lost):,} went on"
-    )
+    seen = f"{counted(named, 'conversation')} named by clients, {len(minted):,} by the router"
+    if minted:
+        went_on = len(minted) - len(lost)
+        seen += f", {went_on:,} of which went on" if went_on else ", none of which went on"
     if len(minted) < TURNS_LEAST or len(lost) <= LOST_SHARE_MAX * len(minted):
         return ok("traffic.naming", seen)
     return warning(

@@ -120,7 +120,9 @@ def lease_id(text: str, field: str = "lease_id") -> LeaseId:
     match = _LEASE_ID.fullmatch(text) if len(text) <= LEASE_ID_BYTES_MAX else None
     if match is None or len(match[1].encode()) > _INCARNATION_BYTES_MAX:
         raise InvalidArgument(
-            field, 'must be "<incarnation>.<retention number>.<session number>" of the API'
+            field,
+            "must be a lease as `kvturn leases` tells it,"
+            ' "<incarnation>.<retention number>.<session number>"',
         )
     return LeaseId(match[1], int(match[2]), int(match[3]))
 
