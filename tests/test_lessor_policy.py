@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from lessor_bench import TTL, Bench, Decode, R, S, key
 
-from kvturn_lease.config import ConfigError, LessorConfig, Policy
+from kvturn_lease.config import ConfigError, LessorConfig, Policy, parse_config
 from kvturn_lease.conversation import ConversationKey
 from kvturn_lease.effects import HeartbeatAck
 from kvturn_lease.lease import Outlook, Retention
@@ -128,6 +128,14 @@ def test_a_fixed_ttl_asks_nobody() -> None:
     assert decode.releases() == []
     bench.wait(1, decode)
     assert decode.releases() == [(1, ReleaseReason.EXPIRED), (2, ReleaseReason.EXPIRED)]
+
+
+def test_a_fixed_ttl_under_another_policy_is_refused() -> None:
+    """It would be a time that silently does not hold."""
+    with pytest.raises(ConfigError, match=r"--fixed-ttl .* does nothing under --policy pressure"):
+        parse_config(["--policy=pressure", "--fixed-ttl=5"], {})
+    flags = ["--policy=fixed-ttl", "--fixed-ttl=5"]
+    assert parse_config(flags, {}).lessor.fixed_ttl_ns == 5 * S
 
 
 def test_a_fixed_ttl_beyond_the_longest_hold_is_refused() -> None:

@@ -399,6 +399,11 @@ def _add_lessor_settings(parser: _Parser) -> None:
 def _lessor_config(values: Mapping[str, int | str]) -> LessorConfig:
     policy = str(values["policy"])
     _check(policy in list(Policy), f"{_both('policy')} must be idle, pressure or fixed-ttl")
+    _check(
+        policy == Policy.FIXED_TTL or int(values["fixed-ttl"]) == LessorConfig().fixed_ttl_ns,
+        f"{_both('fixed-ttl')} does nothing under --policy {policy}; leave it out, or give "
+        "--policy fixed-ttl",
+    )
     engines_max = int(values["engines"])
     return LessorConfig(
         session_ttl_ns=int(values["session-ttl"]),

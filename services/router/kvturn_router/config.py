@@ -512,7 +512,25 @@ def _refuse_files(values: Mapping[str, Any]) -> None:
         raise ConfigError(str(fault)) from None
 
 
+_NEEDED: Final = {
+    "stock-ttl-s": "stock-reuse",
+    "stock-handles-max": "stock-reuse",
+    "lease-ca": "lease",
+    "lease-cert": "lease",
+    "lease-key": "lease",
+    "lease-token-file": "lease",
+}
+"""Flags that say something of what another one turns on."""
+
+
 def _refuse_contradictions(values: Mapping[str, Any]) -> None:
+    for flag in _FLAGS:
+        needed = _NEEDED.get(flag.name)
+        is_said = values[flag.name.replace("-", "_")] != flag.default
+        if needed and is_said and not values[needed.replace("-", "_")]:
+            raise ConfigError(
+                f"--{flag.name} does nothing without --{needed}: add that, or leave it out"
+            )
     if values["max_bodies_mb"] < values["max_body_mb"]:
         raise ConfigError("--max-bodies-mb must be at least --max-body-mb: one body must fit")
     for name in ("local-suffix-max-tokens", "pull-min-tokens"):
