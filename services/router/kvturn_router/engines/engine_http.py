@@ -11,6 +11,7 @@ may be sent again.
 """
 
 import asyncio
+import contextlib
 import logging
 import ssl
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from typing import Final, cast
 
 import httptools
 
+from kvturn_router.engines.host_lookup import HostLookup
 from kvturn_router.engines.silence import SilenceWatch
 from kvturn_router.vanished import ask_after, bound_sending
 
@@ -423,6 +425,7 @@ class EnginePool:
         self._tls = tls
         self._host = host
         self._port = port
+        self.lookup = HostLookup(host)
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
         self.watch = SilenceWatch()
@@ -494,7 +497,7 @@ class EnginePool:
         except OSError as error:
             raise ConnectFault(f"no connection: {error.strerror or error}") from None
         if connection is None:
-            raise ConnectFault(f"no connection within {self._connect_timeout_s:g} s")
+            raise ConnectFault(self.no_answer("connection", self._connect_timeout_s))
         self._all.add(connection)
         return connection
 
@@ -502,15 +505,29 @@ class EnginePool:
         """Returns a new connection, None if it does not come in time. Raises OSError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: _Connection(self, loop),
-                    self._host,
-                    self._port,
-                    ssl=None if self._tls is None else self._tls(),
-                )
+                addresses = await self.lookup.addresses()
+                for address in addresses[:-1]:
+                    with contextlib.suppress(OSError):
+                        return await self._dial_at(loop, address)
+                return await self._dial_at(loop, addresses[-1])
         except TimeoutError:
             return None
+
+    async def _dial_at(self, loop: asyncio.AbstractEventLoop, address: str) -> _Connection:
+        _, connection = await loop.create_connection(
+            lambda: _Connection(self, loop),
+            address,
+            self._port,
+            ssl=None if self._tls is None else self._tls(),
+            server_hostname=None if self._tls is None else self._host,
+        )
         return connection
+
+    def no_answer(self, what: str, limit_s: float) -> str:
+        """Returns what to say where nothing came in time: `what`, or the engine's address."""
+        if self.lookup.is_asked:
+            return f"{self._host} could not be looked up within {limit_s:g} s"
+        return f"no {what} within {limit_s:g} s"
 
     def put_back(self, connection: _Connection) -> None:
         """Called by a connection whose exchange has ended and that can serve another."""

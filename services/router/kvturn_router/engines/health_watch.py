@@ -112,7 +112,7 @@ class HealthWatch:
             if self._loop.time() - began > (1 + LATE) * self._timeout_s:
                 return  # Still due, and asked again at the next look.
             heard = engine.pool.heard_at > began
-            fault = None if heard else f"no health answer within {self._timeout_s:g} s"
+            fault = None if heard else engine.pool.no_answer("health answer", self._timeout_s)
         if fault is None:
             self._fleet.seen_well(engine)
         else:
