@@ -471,8 +471,12 @@ def test_wrong_tls_settings_are_refused_by_name_in_one_line(folder: Path, ours: 
         (flags_of(pair, empty), f"--tls-client-ca {empty}: holds no certificate"),
         ([f"--engine-cert={pair.cert}"], "--engine-cert needs --engine-key"),
         ([f"--engine-ca={folder}"], "--engine-ca .*: cannot be read: Is a directory"),
-        ([f"--lease-cert={pair.cert}", f"--lease-key={pair.key}"], "--lease-cert needs --lease-ca"),
-        ([f"--lease-token-file={empty}"], "--lease-token-file .*: must hold one token"),
+        (
+            ["--lease=h:1", f"--lease-cert={pair.cert}", f"--lease-key={pair.key}"],
+            "--lease-cert needs --lease-ca",
+        ),
+        (["--lease=h:1", f"--lease-token-file={empty}"], "--lease-token-file .*: must hold one"),
+        ([f"--lease-token-file={empty}"], "--lease-token-file does nothing without --lease"),
     ]
     for flags, said in cases:
         with pytest.raises(ConfigError, match=said) as refused:
