@@ -514,12 +514,14 @@ class EnginePool:
             return None
 
     async def _dial_at(self, loop: asyncio.AbstractEventLoop, address: str) -> _Connection:
+        tls = None if self._tls is None else self._tls()
         _, connection = await loop.create_connection(
             lambda: _Connection(self, loop),
             address,
             self._port,
-            ssl=None if self._tls is None else self._tls(),
-            server_hostname=None if self._tls is None else self._host,
+            ssl=tls,
+            # Of the name that was given, and not of where it leads.
+            server_hostname=None if tls is None else self._host,
         )
         return connection
 
