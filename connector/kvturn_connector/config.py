@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvturn.address import addresses, engine_address
+from kvturn.address import addresses, engine_address, is_unspecified
 from kvturn.lease_access import LeaseAccess, lease_access
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.tls import TlsFiles
@@ -206,7 +206,7 @@ def _url(extra: Mapping[str, Any], key: str) -> str:
         address = engine_address(url)
     except ValueError as error:
         raise ConfigError(f"{key}: {url!r} {error}, such as http://10.0.0.6:8200") from None
-    if address.host in ("0.0.0.0", "::"):
+    if is_unspecified(address.host):
         raise ConfigError(
             f"{key}: {url!r} must have a host that routers can reach, such as http://10.0.0.6:8200"
         )

@@ -33,6 +33,26 @@ def is_host(text: str) -> bool:
     return re.search(r"[\s/]", text) is None and text != ""
 
 
+def ip_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """Returns the IP address that a host is, in brackets or not; None for a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]"))
+    except ValueError:
+        return None
+
+
+def is_unspecified(host: str) -> bool:
+    """Tells whether a host means all addresses of a machine, and so none that can be reached."""
+    address = ip_address(host)
+    return host in ("", "*") or (address is not None and address.is_unspecified)
+
+
+def is_loopback(host: str) -> bool:
+    """Tells whether a host can be reached from its own machine alone."""
+    address = ip_address(host)
+    return host == "localhost" or (address is not None and address.is_loopback)
+
+
 def addresses(text: str) -> tuple[str, ...]:
     """Returns HOST:PORT, or several with commas between. Raises ValueError with what it must be."""
     named = tuple(part.strip() for part in text.split(","))

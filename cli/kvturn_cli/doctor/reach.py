@@ -5,9 +5,9 @@ networks, and no more; what engines tell of the networks that they see says when
 be right, wherever doctor runs.
 """
 
-import ipaddress
 from collections.abc import Iterator, Sequence
 
+from kvturn.address import is_loopback, is_unspecified
 from kvturn_cli.doctor.facts import EngineFacts, Facts, place_of
 from kvturn_cli.doctor.finding import Finding, counted, listed, ok, problem, warning
 
@@ -26,23 +26,6 @@ def findings(facts: Facts) -> Iterator[Finding]:
         yield from _announced(engine, sessions)
     yield from _tried_side_channels(facts)
     yield from _tried_http(facts)
-
-
-def is_unspecified(host: str) -> bool:
-    """Tells whether a host means all addresses, and so none that can be reached."""
-    return host in ("", "*") or _is(host, "is_unspecified")
-
-
-def is_loopback(host: str) -> bool:
-    """Tells whether a host can be reached from its own machine alone."""
-    return host == "localhost" or _is(host, "is_loopback")
-
-
-def _is(host: str, kind: str) -> bool:
-    try:
-        return bool(getattr(ipaddress.ip_address(host.strip("[]")), kind))
-    except ValueError:
-        return False
 
 
 def host_of(url: str) -> str:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import uvloop
 
-from kvturn.address import address_of
+from kvturn.address import address_of, is_loopback
 from kvturn.clock import boottime_ns
 from kvturn.hangup import on_hangup
 from kvturn.keys import watched_keys
@@ -28,7 +28,7 @@ from kvturn.spelling import stray_variables, unusable
 from kvturn.streams import announce, run_command
 from kvturn.watched import warn_of_open_secrets
 from kvturn_lease.callers import Callers
-from kvturn_lease.config import ConfigError, LeaseConfig, is_loopback, parse_config
+from kvturn_lease.config import ConfigError, LeaseConfig, parse_config
 from kvturn_lease.election import Election
 from kvturn_lease.etcd.client import EtcdClient
 from kvturn_lease.etcd_leases import EtcdLeases

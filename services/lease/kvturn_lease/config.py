@@ -8,7 +8,6 @@ adds what the process needs around it. Every flag has a variable of the same nam
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import math
 import re
 from dataclasses import dataclass, field
@@ -17,7 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from kvturn.address import is_address, is_host
+from kvturn.address import is_address, is_host, is_unspecified
 from kvturn.keys import parse_keys
 from kvturn.otlp import Destination, WrongSetting, destination_of
 from kvturn.spelling import one_line, unknown_variable, with_flag_meant
@@ -286,7 +285,7 @@ class LeaseConfig:
             "--metrics-port must differ from --port",
         )
         _check(
-            self.etcd is None or self.advertise != "" or not _is_unspecified(self.host),
+            self.etcd is None or self.advertise != "" or not is_unspecified(self.host),
             f"{_both('advertise')} must be given, HOST:PORT, because clients cannot reach "
             f"--host {self.host}",
         )
@@ -525,21 +524,6 @@ def _secret(file: str) -> bytes:
 def _advertised(address: str) -> str:
     _check(address == "" or is_address(address), f"{_both('advertise')} must be HOST:PORT")
     return address
-
-
-def _is_unspecified(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_unspecified
-    except ValueError:  # a name
-        return False
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach an address."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _read(name: str, file: str) -> bytes:

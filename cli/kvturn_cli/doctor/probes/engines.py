@@ -6,10 +6,10 @@ import re
 import ssl
 from collections.abc import Sequence
 
+from kvturn.address import is_loopback, is_unspecified
 from kvturn.v1 import lease_pb2
 from kvturn_cli.doctor.facts import CacheConfig, EngineProbe, SideChannel
 from kvturn_cli.doctor.probes.http import Answer, Question, Unanswered, ask
-from kvturn_cli.doctor.reach import is_loopback, is_unspecified
 
 ENGINES_MAX = 64
 """Engines that are asked; of a larger fleet the first ones."""

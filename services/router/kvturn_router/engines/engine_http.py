@@ -425,7 +425,7 @@ class EnginePool:
         self._tls = tls
         self._host = host
         self._port = port
-        self.lookup = HostLookup(host)
+        self._lookup = HostLookup(host)
         self._connect_timeout_s = connect_timeout_s
         self._idle_max = idle_max
         self.watch = SilenceWatch()
@@ -505,7 +505,7 @@ class EnginePool:
         """Returns a new connection, None if it does not come in time. Raises OSError."""
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                addresses = await self.lookup.addresses()
+                addresses = await self._lookup.addresses()
                 for address in addresses[:-1]:
                     with contextlib.suppress(OSError):
                         return await self._dial_at(loop, address)
@@ -527,7 +527,7 @@ class EnginePool:
 
     def no_answer(self, what: str, limit_s: float) -> str:
         """Returns what to say where nothing came in time: `what`, or the engine's address."""
-        if self.lookup.is_asked:
+        if self._lookup.is_asked:
             return f"{self._host} could not be looked up within {limit_s:g} s"
         return f"no {what} within {limit_s:g} s"
 

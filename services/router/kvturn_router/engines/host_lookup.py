@@ -8,11 +8,12 @@ remembered: connections are kept, and a name may lead elsewhere next time.
 
 import asyncio
 import contextlib
-import ipaddress
 import socket
 import threading
 from collections.abc import Sequence
 from typing import Final
+
+from kvturn.address import ip_address
 
 LOOKUPS_MAX: Final = 128
 """Names that are looked up at once by a process."""
@@ -25,7 +26,7 @@ class HostLookup:
 
     def __init__(self, host: str) -> None:
         self._host = host
-        self._is_address = _is_address(host)
+        self._is_address = ip_address(host) is not None
         self._asked: asyncio.Future[Sequence[str]] | None = None
 
     @property
@@ -90,11 +91,3 @@ def _tell(
         asked.set_exception(fault)
     else:
         asked.set_result(found)
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
