@@ -18,9 +18,11 @@ from kvturn_command import kvturn_beside as kvturn
 from lease_guests import Guests, lease_service
 from lease_rig import GUARD_S
 
-from kvturn.v1 import common_pb2
-from kvturn_cli import run_state
+from kvturn.v1 import common_pb2, lease_pb2
+from kvturn_cli import conversations, run_state
 from kvturn_cli.__main__ import main
+from kvturn_cli.fields import conversation_fields
+from kvturn_cli.lookup import LISTED_MAX
 from kvturn_cli.process import ProcessId
 from kvturn_cli.run_state import RunState
 
@@ -103,6 +105,15 @@ async def test_conversations_are_listed_with_their_latest_turn(guests: Guests) -
     assert few.out.splitlines()[-1] == "1 of 5; --limit shows more"
     assert (await kvturn("conversations", lease, "--model=other")).out == (
         "no conversation matches\n"
+    )
+
+
+def test_a_list_as_long_as_it_may_be_says_how_to_see_the_rest() -> None:
+    """No higher limit is taken, so none is advised."""
+    rows = [conversation_fields(lease_pb2.Conversation())] * LISTED_MAX
+    last = conversations._shown(rows, 6_044, False, 80)[-1]
+    assert str(last) == (
+        "1,000 of 6,044; --tenant, --model, --engine and --retained show fewer at a time"
     )
 
 
