@@ -158,6 +158,8 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     """One per session that began."""
     begun: list[lease_pb2.BeginTurn] = field(default_factory=list)
     turns_ended: list[lease_pb2.EndTurn] = field(default_factory=list)
+    open_turns: dict[Any, set[int]] = field(default_factory=dict)
+    """Turns that go on by what the router told, by the session that goes on."""
     batches: int = 0
     """Messages that came on sessions."""
     asked: list[str] = field(default_factory=list)
@@ -197,13 +199,18 @@ class FakeLease(lease_pb2_grpc.LeaseServiceServicer):
     async def RouterSession(self, request_iterator: Any, context: Any) -> None:
         await self._answerable(context)
         self.sessions.add(context)
+        turns = self.open_turns[context] = set()
         try:
             async for request in request_iterator:
                 while self.silent:  # noqa: ASYNC110
                     await asyncio.sleep(0.005)
+                begun = (*request.hello.turns_in_flight, *request.begin_turns)
+                turns.update(begin.turn_id for begin in begun)
+                turns.difference_update(end.turn_id for end in request.end_turns)
                 await self._take(request, context)
         finally:
             self.sessions.discard(context)
+            del self.open_turns[context]
             self.changed.set()
 
     async def _take(self, request: lease_pb2.RouterSessionRequest, context: Any) -> None:

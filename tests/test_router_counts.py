@@ -90,12 +90,17 @@ async def test_turns_that_go_wrong_leave_nothing_behind(
         lease.withholds = False
 
         def ended() -> bool:
+            # A service that is silent for a second is given up, and its session with the turns
+            # that began on it; those that go on are told to the next one.
+            if len(lease.hellos) > 1:
+                return bool(lease.sessions) and not any(lease.open_turns.values())
             return len(lease.begun) == len(lease.turns_ended)
 
         await rig.until(ended)
-        assert Counter(begin.turn_id for begin in lease.begun) == Counter(
-            end.turn_id for end in lease.turns_ended
-        )
+        begun = Counter(begin.turn_id for begin in lease.begun)
+        told = Counter(end.turn_id for end in lease.turns_ended)
+        assert set(told.values()) == {1}
+        assert told == begun or len(lease.hellos) > 1
         async with asyncio.timeout(GUARD_S):
             while any(await loads(rig)):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
